@@ -1,0 +1,46 @@
+"""Every exception that Sternway raises on purpose.
+
+    SternwayError            catch this for all of them
+    ├── SplitError           a backward that cannot be split as asked
+    │   └── PendingError     a Pending used out of turn: run twice, or after a failed run
+    ├── ScheduleError        a pipeline plan that is malformed, impossible or unknown
+    └── UnsupportedTorch     this release of torch is not one that we know how to work with
+
+Each message says three things: the rule, what was got instead, and how to mend it.
+"""
+
+
+class SternwayError(Exception):
+    """The root of the tree; also a place to read the convention from.
+
+    Example:
+        >>> raise SternwayError("a rule", got="what broke it", fix="how to mend it")
+        Traceback (most recent call last):
+        ...
+        sternway.errors.SternwayError: a rule; got what broke it. Fix: how to mend it
+    """
+
+    def __init__(self, rule: str, *, got: str = "", fix: str = "") -> None:
+        self.rule, self.got, self.fix = rule, got, fix
+        message = rule
+        if got:
+            message += f"; got {got}"
+        if fix:
+            message += f". Fix: {fix}"
+        super().__init__(message)
+
+
+class SplitError(SternwayError):
+    """A backward that cannot be split as asked."""
+
+
+class PendingError(SplitError):
+    """A ``Pending`` used out of turn."""
+
+
+class ScheduleError(SternwayError):
+    """A pipeline plan that is malformed, impossible or unknown."""
+
+
+class UnsupportedTorch(SternwayError):  # noqa: N818 - reads as what it is
+    """This release of torch is not one that we know how to work with."""
