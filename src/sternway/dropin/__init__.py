@@ -1,0 +1,4 @@
+"""Modules with torch's own names and signatures: change an import, keep the code.
+
+- ``sternway.dropin.pipelining_backward`` for ``torch.distributed.pipelining._backward``.
+"""

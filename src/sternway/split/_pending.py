@@ -1,0 +1,261 @@
+"""W: the weight gradients, when their turn comes.
+
+What waits is a list of parts: a gradient caught in I, the rule's ``Later``, and the edge its result goes to. Parts that
+end in the same parameter are run together, so that it gets its whole gradient at once and its hooks run once.
+
+A parameter that nobody watches takes its parts straight into ``.grad``. Otherwise, or where something lies between the
+part and the parameter (a slice, ``W + A @ B``), the engine takes the parts from their edges on, as in a backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from sternway.errors import PendingError
+from sternway.split._later import Later, Product, storage_bytes
+from sternway.split._plan import Cut
+from sternway.split._saved import read_twice
+from sternway.split._target import Edge, Node, leaves_behind
+
+
+class Catch:
+    """What I caught at one cut."""
+
+    __slots__ = ("cut", "grads", "laters")
+
+    def __init__(self, cut: Cut) -> None:
+        self.cut = cut
+        self.grads: list[tuple[Tensor | None, ...]] = []  # of the node's output, once it has arrived
+        self.laters: list[Later] = []  # by wait, once read
+
+    def read(self) -> None:
+        """Read off the node what W needs."""
+        node = self.cut.node
+        self.laters = [wait.operand.function(node) for wait in self.cut.waits]
+
+    def read_and_keep(self, grads: tuple[Tensor | None, ...]) -> None:
+        """The same for a node under a checkpoint, where it must happen as the node is about to run."""
+        read_twice(self.cut.node)
+        self.read()
+        self.grads.append(grads)
+
+
+class Part:
+    """One contribution to a parameter: ``later`` of ``grad``, or ``grad`` itself."""
+
+    __slots__ = ("edge", "grad", "later", "transposed")
+
+    def __init__(self, grad: Tensor, later: Later | None, edge: Edge, transposed: bool) -> None:
+        self.grad, self.later = grad, later
+        self.edge = edge  # where the contribution goes
+        self.transposed = transposed  # the parameter is the transpose of what the contribution is to
+
+    def value(self, transposed: bool = False) -> Tensor:
+        return self.grad if self.later is None else self.later.gradient(self.grad, transposed)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.grad, *(self.later.kept if self.later is not None else ()))
+
+
+@dataclass(slots=True)
+class _Tangle:
+    """Parts with something between them and the parameters they end in: the engine takes them on together."""
+
+    leaves: dict[Node, None]
+    parts: list[Part]
+
+
+class Pending:
+    """The weight gradients of one backward, not yet computed.
+
+    Dropping it frees what it holds; the parameters then never get these gradients.
+    """
+
+    def __init__(self, catches: Iterable[Catch], ready: Iterable[tuple[Node, Tensor]]) -> None:
+        self._state = "waiting"
+        self._direct: dict[Node, list[Part]] = {}
+        self._tangles: list[_Tangle] = []
+        late: dict[Node, None] = {}
+        for catch in catches:
+            if not catch.grads or (grad := catch.grads[0][0]) is None:
+                continue  # no gradient reached the cut
+            for wait, later in zip(catch.cut.waits, catch.laters, strict=True):
+                if wait.target is None:
+                    self._tangle(Part(grad, later, wait.edge, False), late)
+                else:
+                    leaf, transposed = wait.target
+                    self._direct.setdefault(leaf, []).append(Part(grad, later, wait.edge, transposed))
+                    late[leaf] = None
+        for leaf, grad in ready:
+            self._direct.setdefault(leaf, []).append(Part(grad, None, (leaf, 0), False))
+        for tangle in self._tangles:
+            for leaf in tangle.leaves:
+                tangle.parts += self._direct.pop(leaf, ())
+        self.deferred: tuple[Tensor, ...] = tuple([leaf.variable for leaf in late])
+        """Parameters whose gradient is computed in ``run()``, at least in part."""
+        self.ready: tuple[Tensor, ...] = tuple([leaf.variable for leaf, _ in ready if leaf not in late])
+        """Parameters whose gradient is computed already and only waits to be accumulated."""
+
+    def _tangle(self, part: Part, late: dict[Node, None]) -> None:
+        """Put ``part`` with whatever shares a parameter with it."""
+        merged = _Tangle(dict.fromkeys(leaves_behind(part.edge)), [part])
+        late |= merged.leaves
+        apart: list[_Tangle] = []
+        for tangle in self._tangles:
+            if merged.leaves.keys().isdisjoint(tangle.leaves):
+                apart.append(tangle)
+            else:
+                merged = _Tangle(tangle.leaves | merged.leaves, tangle.parts + merged.parts)
+        self._tangles = [*apart, merged]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held until ``run()``, each storage once, the parameters' own not counted."""
+        parts = [*chain(*self._direct.values()), *chain(*(tangle.parts for tangle in self._tangles))]
+        tensors = [tensor for part in parts for tensor in part.tensors()]
+        return storage_bytes(tensors, [*self.deferred, *self.ready])
+
+    def run(self) -> None:
+        """Compute the gradients that wait, add them to ``.grad``, and run the parameters' hooks.
+
+        Raises:
+            PendingError: on a second call.
+        """
+        if self._state != "waiting":
+            raise PendingError(
+                "a Pending runs once, since what it holds is freed as it goes",
+                got=f"run() on one that {self._state}",
+                fix="call backward_input again on a new forward",
+            )
+        self._state = "failed half-way"
+        anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        written: list[Tensor] = []
+        sums: list[tuple[Tensor, Tensor]] = []
+        direct, tangles = self._direct, self._tangles
+        with torch.no_grad():
+            while direct:
+                leaf, parts = direct.popitem()
+                parameter = leaf.variable
+                if not anomaly and _unwatched(parameter):
+                    _accumulate(parameter, parts, sums)
+                    written.append(parameter)
+                else:
+                    _hand_to_engine([leaf], parts, anomaly)
+            while tangles:
+                tangle = tangles.pop()
+                _hand_to_engine(list(tangle.leaves), tangle.parts, anomaly)
+            if sums:
+                torch._foreach_add_([total for total, _ in sums], [value for _, value in sums])
+        _notify(written)
+        self._state = "has run"
+
+    def __repr__(self) -> str:
+        return (
+            f"Pending({self._state}: {len(self.deferred)} parameters deferred, {len(self.ready)} ready, "
+            f"{self.nbytes} bytes held)"
+        )
+
+
+def _unwatched(parameter: Tensor) -> bool:
+    """Whether ``.grad`` can be written without the engine: no Python hooks, and tensors of the ordinary kind."""
+    grad = parameter.grad
+    return (
+        type(parameter) in (Tensor, torch.nn.Parameter)
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
+        and (
+            grad is None
+            or (
+                type(grad) is Tensor
+                and grad.layout == torch.strided
+                and grad.dtype == parameter.dtype
+                and not grad.requires_grad
+            )
+        )
+    )
+
+
+def _accumulate(parameter: Tensor, parts: list[Part], sums: list[tuple[Tensor, Tensor]]) -> None:
+    """Add the parts to ``parameter.grad``; a plain sum is left in ``sums``, to be done with others in one call."""
+    while parts:
+        part = parts.pop()
+        total = parameter.grad
+        later = part.later
+        if total is not None and isinstance(later, Product) and later.add_to(total, part.grad, part.transposed):
+            continue
+        value = part.value(part.transposed)
+        if value.shape != parameter.shape:
+            value = value.sum_to_size(parameter.shape)
+        if total is None:
+            parameter.grad = _own(value, parameter, part)
+        elif value.layout == torch.strided and value.dtype == total.dtype:
+            sums.append((total, value))
+        else:
+            total.add_(value)
+
+
+def _own(value: Tensor, parameter: Tensor, part: Part) -> Tensor:
+    """``value`` as a first ``.grad``: of the parameter's type and layout, and sharing memory with nothing."""
+    if value.layout != torch.strided:
+        return value.clone() if part.later is None else value
+    shared = {tensor.untyped_storage().data_ptr() for tensor in part.tensors()}
+    if (
+        value.dtype == parameter.dtype
+        and value.stride() == parameter.stride()
+        and value.untyped_storage().data_ptr() not in shared
+    ):
+        return value
+    return torch.empty_like(parameter).copy_(value)
+
+
+def _hand_to_engine(leaves: list[Node], parts: list[Part], anomaly: bool) -> None:
+    """Let the engine run from the parts' edges on: whatever lies between, the hooks, the accumulation."""
+    values = [_reduced(part) for part in parts]
+    if anomaly and any(value.isnan().any() for value in values):
+        shapes = ", ".join(str(tuple(leaf.variable.shape)) for leaf in leaves)
+        raise PendingError(
+            "under detect_anomaly no gradient may be nan",
+            got=f"nan in W, for the parameter of shape {shapes}",
+            fix="look for the operation in the forward whose output feeds this parameter's matrix product",
+        )
+    edges = [GradientEdge(*part.edge) for part in parts]
+    parts.clear()
+    torch.autograd.backward(edges, values)
+
+
+def _reduced(part: Part) -> Tensor:
+    """The part's value, summed over whatever dimensions its operand was broadcast in."""
+    node, index = part.edge
+    value, shape = part.value(), tuple(node._input_metadata[index].shape)
+    return value if tuple(value.shape) == shape else value.sum_to_size(shape)
+
+
+class _Notify(torch.autograd.Function):
+    """A node whose backward sends each parameter's AccumulateGrad an undefined gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return parameters[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return (None,) * ctx.count
+
+
+def _notify(parameters: list[Tensor]) -> None:
+    """Run the hooks that sit on AccumulateGrad nodes, which Python cannot see.
+
+    DDP's reducer is one: it reduces a bucket when the AccumulateGrad of each parameter in it has run. An undefined
+    gradient runs the node and its hooks and adds nothing to ``.grad``.
+    """
+    if parameters and torch.distributed.is_available() and torch.distributed.is_initialized():
+        with torch.enable_grad():
+            _Notify.apply(*parameters).backward()  # type: ignore[no-untyped-call]  # Function.apply is untyped

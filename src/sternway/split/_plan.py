@@ -1,0 +1,199 @@
+"""Which gradients can wait: one walk over the autograd graph, before anything is computed.
+
+        outputs
+           │
+        [1] gelu                  the spine: every node that gradient must pass on its way down
+           │
+        [2] addmm ──── t ──▶ W    a cut: a spine node with a weight on one side. The edge to the weight is not
+           │    └──────────▶ b    followed in I; a rule computes that side in W
+        [3] norm ─────────▶ w     no rule: computed in I with the norm itself; w is ready, only its .grad waits
+           │
+        inputs
+
+The spine is whatever the walk reaches from the outputs without crossing an edge that waits. It ends at the inputs and
+at ready weights. Stage 0 of a pipeline has no input that needs a gradient; its spine ends at its lowest cuts.
+
+An edge may wait if its operand has a rule and only parameters lie behind it. In stage 0 that is true of activations
+too, so the shape of what is behind decides: a chain from a parameter (views, casts, arithmetic) is a weight; something
+with matrix products of its own is an activation, unless it stands where weights stand (``W + A @ B`` as the right side
+of a product).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch.autograd.function import BackwardCFunction
+
+from sternway.split._rules import RULES, Operand, Role
+from sternway.split._saved import Packing, packing
+from sternway.split._target import Edge, Node, Target, direct_target
+from sternway.split._unsupported import UNSUPPORTED
+
+
+@dataclass(slots=True)
+class Wait:
+    """One edge that is not followed in I: the operand's rule, and where its gradient goes."""
+
+    operand: Operand
+    edge: Edge
+    target: Target | None  # the parameter, if the edge leads straight to one
+
+
+@dataclass(slots=True)
+class Cut:
+    """A spine node some of whose operands wait."""
+
+    node: Node
+    waits: list[Wait]
+    checkpointed: bool  # its saved tensors come from a recomputation
+    runs_in_i: bool  # False at the bottom of stage 0: nothing below needs a gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What I catches at the cuts, and the leaves (AccumulateGrad nodes) whose gradient I computes whole."""
+
+    cuts: list[Cut]
+    ready: list[Node]
+    passed: list[Edge]  # inputs that are one output of a node which I runs for another of its outputs
+
+
+def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> Plan:
+    """Plan the split of the graph between ``roots`` and ``inputs``."""
+    planner = _Planner(inputs)
+    planner.walk([node for node, index in roots if (node, index) not in inputs])
+    while clashes := [(cut, wait) for cut in planner.cuts for wait in cut.waits if planner.on_spine(wait)]:
+        # A node runs once, and the engine computes every path to a leaf that it is asked for. So an edge to what I
+        # reaches in another way cannot wait; it joins the spine, and may take others along.
+        for cut, wait in clashes:
+            cut.waits.remove(wait)
+            cut.runs_in_i = True
+        planner.walk([wait.edge[0] for _, wait in clashes])
+    passed = [edge for edge in inputs if edge[0] in planner.spine]
+    return Plan([cut for cut in planner.cuts if cut.waits], planner.leaves, passed)
+
+
+def _operand_edge(operand: Operand, edges: tuple[Edge, ...]) -> Edge:
+    return edges[operand.position] if operand.position < len(edges) else (None, 0)
+
+
+class _Planner:
+    def __init__(self, inputs: set[Edge]) -> None:
+        self.inputs = inputs
+        self.input_nodes = {node for node, _ in inputs}
+        self.chains: dict[Node, bool] = {}
+        self.from_inputs: dict[Node, bool] = {}
+        self.spine: set[Node] = set()
+        self.leaves: list[Node] = []
+        self.cuts: list[Cut] = []
+
+    def walk(self, stack: list[Node]) -> None:
+        """Extend the spine from ``stack`` downwards."""
+        spine, inputs, input_nodes = self.spine, self.inputs, self.input_nodes
+        while stack:
+            node = stack.pop()
+            if node in spine:
+                continue
+            spine.add(node)
+            kind = type(node).__name__
+            if kind == "AccumulateGrad":
+                self.leaves.append(node)
+                continue
+            if kind in UNSUPPORTED:
+                UNSUPPORTED[kind](node)
+            edges = node.next_functions
+            if (operands := RULES.get(kind)) and (cut := self.cut(node, edges, operands)):
+                self.cuts.append(cut)
+                waiting = [wait.edge for wait in cut.waits]
+                edges = [edge for edge in edges if edge not in waiting]
+            for edge in edges:
+                if (child := edge[0]) is not None and (child not in input_nodes or edge not in inputs):
+                    stack.append(child)
+
+    def cut(self, node: Node, edges: tuple[Edge, ...], operands: tuple[Operand, ...]) -> Cut | None:
+        """The node as a cut, if some of its operands can wait."""
+        packed = packing(node)
+        if packed is Packing.FOREIGN or (issubclass(type(node), BackwardCFunction) and len(node._input_metadata) != 1):
+            return None
+        waits: list[Wait] = []
+        for operand in operands:  # weights, then other sides, then riders
+            if operand.role is Role.RIDER and not waits:
+                waits = self.second_choice(operands, edges)
+            if bool(waits) == (operand.role is Role.RIDER) or operand.role is Role.WEIGHT:
+                self.wait_if_chain(operand, edges, waits)
+        if not waits:
+            waits = self.second_choice(operands, edges)
+        runs_in_i = sum([child is not None for child, _ in edges]) > len(waits)
+        checkpointed = packed is Packing.CHECKPOINT
+        if not waits or (checkpointed and not runs_in_i):
+            return None  # what a checkpoint recomputes can be read only while the node runs
+        return Cut(node, waits, checkpointed, runs_in_i)
+
+    def wait_if_chain(self, operand: Operand, edges: tuple[Edge, ...], waits: list[Wait]) -> None:
+        edge = _operand_edge(operand, edges)
+        if edge[0] is None:
+            return
+        target = direct_target(edge, self.input_nodes)
+        if target is not None or self.is_chain(edge):
+            waits.append(Wait(operand, edge, target))
+
+    def second_choice(self, operands: tuple[Operand, ...], edges: tuple[Edge, ...]) -> list[Wait]:
+        """No operand is a plain chain: the first that is made of parameters alone, such as ``W + A @ B``."""
+        for operand in operands:
+            edge = _operand_edge(operand, edges)
+            if edge[0] is not None and operand.role is not Role.RIDER and not self.leads_to_input(edge):
+                return [Wait(operand, edge, None)]
+        return []
+
+    def is_chain(self, edge: Edge) -> bool:
+        """Whether only parameters lie behind ``edge``, with no ruled node (and so no activation) on the way."""
+        if edge in self.inputs:
+            return False
+        known = self.chains
+        if edge[0] not in known:
+            stack, seen, chain = [edge[0]], {edge[0]}, True
+            while stack and chain:
+                node = stack.pop()
+                below = [next_edge for next_edge in node.next_functions if next_edge[0] is not None]
+                chain = known.get(node, True) and type(node).__name__ not in RULES
+                chain = chain and self.inputs.isdisjoint(below)
+                new = {child for child, _ in below} - seen
+                seen |= new
+                stack += new
+            known[edge[0]] = chain
+        return known[edge[0]]
+
+    def leads_to_input(self, edge: Edge) -> bool:
+        """Whether an input lies behind ``edge``: depth first, without recursion, each node looked at once."""
+        if edge in self.inputs:
+            return True
+        known = self.from_inputs
+        stack = [edge[0]]
+        while stack:
+            node = stack[-1]
+            if node in known:
+                stack.pop()
+                continue
+            below = [next_edge for next_edge in node.next_functions if next_edge[0] is not None]
+            inner = [child for child, index in below if (child, index) not in self.inputs]
+            if unknown := [child for child in inner if child not in known]:
+                stack += unknown
+            else:
+                known[node] = len(inner) < len(below) or any(known[child] for child in inner)
+        return known[edge[0]]
+
+    def on_spine(self, wait: Wait) -> bool:
+        """Whether I runs, or reads the gradient of, something behind the edge."""
+        if wait.target is not None:
+            return wait.target.leaf in self.spine
+        stack, seen = [wait.edge[0]], {wait.edge[0]}
+        while stack:
+            node = stack.pop()
+            if node in self.spine:
+                return True
+            new = {child for child, _ in node.next_functions if child is not None} - seen
+            seen |= new
+            stack += new
+        return False

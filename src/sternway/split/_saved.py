@@ -1,0 +1,73 @@
+"""Saved tensors that are not simply there: packed by hooks, or to be recomputed by a checkpoint.
+
+A rule reads a tensor that the node reads too, when it runs. Three cases, by who packed it:
+
+- nobody: both read it; it is one tensor.
+- ``torch.utils.checkpoint`` (``use_reentrant=False``): the first read recomputes the whole region, and each tensor may
+  be read once in a backward. ``read_twice`` grants one read more. The rule reads while the engine is about to run the
+  node, so that it is the same recomputation, and no region is recomputed before its turn.
+- other hooks (``save_on_cpu``, a user's): unpacking may be costly (a copy back from the CPU) and may be counted. The
+  node unpacks whatever it saved even if only its input gradient is asked for, so waiting would unpack twice. Such a
+  node is left to I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from enum import Enum
+from functools import cache
+from typing import Any
+
+from torch.utils import checkpoint
+
+
+class Packing(Enum):
+    """Who packed a node's saved tensors."""
+
+    NONE = 0
+    CHECKPOINT = 1
+    FOREIGN = 2
+
+
+@cache
+def _slots(node_type: Hashable) -> tuple[str, ...]:
+    return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
+
+
+def _packed(node: Any) -> list[Any]:
+    """What hooks made of the node's saved tensors; nothing is unpacked."""
+    found: list[Any] = []
+    for name in _slots(node.__class__):
+        slot = getattr(node, name)
+        for saved in slot if isinstance(slot, tuple) else (slot,):
+            if saved is not None and saved.unpack_hook is not None:
+                found.append(saved.data)
+    return found
+
+
+def packing(node: Any) -> Packing:
+    """Who packed the node's saved tensors; of several, the most restrictive."""
+    packed = _packed(node)
+    if not packed:
+        return Packing.NONE
+    if all(isinstance(data, checkpoint._Holder) for data in packed):
+        return Packing.CHECKPOINT
+    return Packing.FOREIGN
+
+
+class _OneReadMore(dict[Any, Any]):
+    """A holder's ``handles``, where marking the tensor as read is ignored the first time."""
+
+    spared = False
+
+    def __setitem__(self, group: Any, handle: Any) -> None:
+        if handle is None and not self.spared:
+            self.spared = True
+        else:
+            super().__setitem__(group, handle)
+
+
+def read_twice(node: Any) -> None:
+    """Let each tensor that a checkpoint stands in for be read once more than it allows."""
+    for holder in _packed(node):
+        holder.handles = _OneReadMore(holder.handles)

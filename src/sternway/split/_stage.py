@@ -1,0 +1,86 @@
+"""torch.distributed.pipelining's three functions, with torch's names and signatures.
+
+What differs from torch's own: hooks on parameters run, DDP reduces, outputs may be views, stages may hold custom
+Functions, compiled modules and checkpoints, and ``stage_backward_weight`` returns the gradients as they are after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from sternway.errors import SplitError
+from sternway.split._backward import backward_input
+from sternway.split._tree import pair_leaves
+
+
+def stage_backward(
+    stage_output: Any,
+    output_grads: Any,
+    input_values: Iterable[Any],
+    outputs_with_grads_idxs: list[int] | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The whole backward of a stage: parameters' gradients into ``.grad``, inputs' gradients returned."""
+    if outputs_with_grads_idxs is not None:
+        stage_output = [stage_output[index] for index in outputs_with_grads_idxs]
+        output_grads = [output_grads[index] for index in outputs_with_grads_idxs]
+    pairs = [
+        (output, grad)
+        for _, output, grad in pair_leaves(stage_output, output_grads)
+        if isinstance(output, Tensor) and output.requires_grad
+    ]
+    torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
+    grads = []
+    for value in input_values:
+        grads.append(value.grad if isinstance(value, Tensor) else None)
+        if isinstance(value, Tensor):
+            value.grad = None  # it goes to the stage before; nothing here should keep it alive
+    return tuple(grads)
+
+
+def stage_backward_input(
+    stage_outputs_or_loss: Sequence[Tensor],
+    output_grads: Sequence[Tensor | None] | None,
+    input_values: Sequence[Any],
+    weights: Iterator[Parameter],
+) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
+    """I of a stage: the inputs' gradients, returned and added to their ``.grad``, and what W needs.
+
+    ``weights`` is there for the signature; the graph knows them. The outputs are detached, as torch does.
+    """
+    outputs = [output for output in stage_outputs_or_loss if not isinstance(output, Tensor) or output.requires_grad]
+    if not outputs:
+        return (None,) * len(input_values), []
+    grads: list[Tensor | None]
+    if output_grads is None:
+        grads = [torch.ones_like(output) for output in outputs]
+    else:
+        pairs = zip(stage_outputs_or_loss, output_grads, strict=True)
+        grads = [grad for output, grad in pairs if not isinstance(output, Tensor) or output.requires_grad]
+    dinputs, pending = backward_input(outputs, grads, list(input_values))
+    for value, grad in zip(input_values, dinputs, strict=True):
+        if isinstance(value, Tensor) and grad is not None:
+            value.grad = grad if value.grad is None else value.grad + grad
+    for output in outputs:
+        if isinstance(output, Tensor) and not output._is_view():  # a view cannot be detached in place
+            output.detach_()
+    return tuple(dinputs), [{"pending": pending}]
+
+
+def stage_backward_weight(
+    weights: Iterator[Parameter], param_groups: list[dict[str, Any]], retain_graph: bool = False
+) -> tuple[Tensor | None, ...]:
+    """W of a stage: what ``stage_backward_input`` left, into the weights' ``.grad``, which are returned."""
+    for group in param_groups:
+        if "pending" not in group:
+            raise SplitError(
+                "stage_backward_weight takes what our stage_backward_input returned",
+                got=f"a group with {sorted(group)}",
+                fix="use both functions from the same library; split.install() swaps both",
+            )
+        group["pending"].run()
+    return tuple(weight.grad for weight in weights)

@@ -1,0 +1,54 @@
+"""Where an edge leads on the weight's side: straight to one parameter, or into a graph of its own."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+Node = Any  # torch.autograd.graph.Node says nothing of _saved_…, variable and _input_metadata
+Edge = tuple[Node, int]
+
+
+class Target(NamedTuple):
+    """A parameter's AccumulateGrad node, and whether the parameter is the transpose of the operand."""
+
+    leaf: Node
+    transposed: bool
+
+
+def direct_target(edge: Edge, stop_at: set[Node]) -> Target | None:
+    """The leaf that ``edge`` leads to through transposes and casts alone, not passing ``stop_at``."""
+    node, transposed = edge[0], False
+    while node not in stop_at:
+        kind = type(node).__name__
+        if kind == "AccumulateGrad":
+            return Target(node, transposed)
+        if kind == "TBackward0" or (kind == "TransposeBackward0" and _swaps_last_two(node)):
+            transposed = not transposed
+        elif kind != "ToCopyBackward0":
+            return None
+        node = node.next_functions[0][0]
+    return None
+
+
+def leaves_behind(edge: Edge) -> list[Node]:
+    """Every leaf that ``edge`` leads to."""
+    found: dict[Node, None] = {}
+    stack, seen = [edge[0]], {edge[0]}
+    while stack:
+        node = stack.pop()
+        if type(node).__name__ == "AccumulateGrad":
+            found[node] = None
+        new = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= new
+        stack += new
+    return list(found)
+
+
+def _swaps_last_two(node: Node) -> bool:
+    ndim = len(node._input_metadata[0].shape)
+    return {signed(dim) % ndim for dim in (node._saved_dim0, node._saved_dim1)} == {ndim - 2, ndim - 1}
+
+
+def signed(number: int) -> int:
+    """A saved integer as it was passed: nodes show negative ones as unsigned 64-bit numbers."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -1,0 +1,44 @@
+"""Node kinds that cannot be split: found before anything is computed, each with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sternway.errors import SplitError
+
+
+def _reentrant_checkpoint(node: Any) -> None:
+    raise SplitError(
+        "a region under reentrant checkpointing cannot be split: its backward is a whole backward of its own",
+        got="torch.utils.checkpoint.checkpoint(..., use_reentrant=True) in the forward",
+        fix="pass use_reentrant=False",
+    )
+
+
+def _fsdp(node: Any) -> None:
+    group = node.param_group
+    if group.reduce_grads or group.reshard_after_backward:
+        raise SplitError(
+            "FSDP must not reduce or reshard at the end of I, when the weight gradients are yet to come",
+            got="a fully_shard module set to do so",
+            fix="before I, call set_requires_gradient_sync(False), set_reshard_after_backward(False) and "
+            "set_is_last_backward(False) on it, and reduce after the last W, as torch.distributed.pipelining does",
+        )
+
+
+def _static_ddp(node: Any) -> None:
+    reducer_state = getattr(node, "ddp_weakref", lambda: None)()
+    if reducer_state is not None and reducer_state.static_graph:
+        raise SplitError(
+            "DDP with static_graph reduces at the end of the first backward, before W",
+            got="DistributedDataParallel(..., static_graph=True)",
+            fix="leave static_graph out",
+        )
+
+
+UNSUPPORTED: dict[str, Callable[[Any], None]] = {
+    "CheckpointFunctionBackward": _reentrant_checkpoint,
+    "RegisterPostBackwardFunctionBackward": _fsdp,
+    "_DDPSinkBackward": _static_ddp,
+}
