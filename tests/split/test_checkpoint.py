@@ -1,0 +1,105 @@
+"""Activation checkpointing: as many recomputations as a plain backward makes, and the products still wait."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from compare import assert_split_equals_backward, names
+from models import gpt
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from sternway import split
+from sternway.errors import SplitError
+
+
+class Checkpointed(nn.Module):
+    """Blocks under a checkpoint each; counts how often a block's forward runs."""
+
+    def __init__(self, blocks: nn.Module, **options: object) -> None:
+        super().__init__()
+        self.blocks, self.options = blocks, options
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(self._count, block, x, **self.options)
+        return x
+
+    def _count(self, block: nn.Module, x: Tensor) -> Tensor:
+        self.runs += 1
+        return block(x)
+
+
+def _policy(context: object, op: object, *arguments: object, **keywords: object) -> CheckpointPolicy:
+    keep = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+OPTIONS = {
+    "plain": {},
+    "whole region": {"early_stop": False},
+    "selective": {"context_fn": partial(create_selective_checkpoint_contexts, _policy)},
+}
+
+
+@pytest.mark.parametrize("first_stage", [False, True], ids=["middle", "first"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_recomputes_as_often_as_a_plain_backward(options: str, first_stage: bool) -> None:
+    torch.manual_seed(0)
+    model = Checkpointed(gpt(16, 3), use_reentrant=False, **OPTIONS[options])
+    x = torch.randn(2, 5, 16, requires_grad=not first_stage)
+    model(x).sum().backward()
+    plain_runs = model.runs
+    model.zero_grad()
+    x.grad, model.runs = None, 0
+
+    pending = assert_split_equals_backward(model, x, rounds=1, rtol=1e-4, atol=1e-5)
+    assert model.runs == plain_runs == 6
+    products = {name for name, _ in model.named_parameters() if "norm" not in name}
+    assert names(model, pending.deferred) == products
+
+
+def test_nested_checkpoints() -> None:
+    torch.manual_seed(0)
+    inner = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)]
+    model = nn.ModuleList(inner)
+
+    def call(model: nn.ModuleList, x: Tensor) -> Tensor:
+        def outer(x: Tensor) -> Tensor:
+            for block in model:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x.sin()
+
+        return checkpoint(outer, x, use_reentrant=False)
+
+    pending = assert_split_equals_backward(model, torch.randn(5, 4, requires_grad=True), call=call)
+    assert len(pending.deferred) == 8
+
+
+def test_dropout_is_recomputed_with_the_same_mask() -> None:
+    model = Checkpointed(nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))]), use_reentrant=False)
+    assert_split_equals_backward(model, torch.randn(5, 8, requires_grad=True))
+
+
+def test_a_convolution_under_a_checkpoint() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 3, 3))
+    pending = assert_split_equals_backward(
+        model,
+        torch.randn(2, 3, 6, 6, requires_grad=True),
+        call=lambda m, x: checkpoint(m, x, use_reentrant=False),
+        rtol=1e-4,
+        atol=1e-5,
+    )
+    assert {"0.weight", "3.weight"} <= names(model, pending.deferred)
+
+
+def test_reentrant_is_refused_before_anything_is_computed() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(5, 4, requires_grad=True)
+    y = checkpoint(layer, x, use_reentrant=True)
+    with pytest.raises(SplitError, match=r"use_reentrant=True\) in the forward. Fix: pass use_reentrant=False"):
+        split.backward_input(y.sum(), None, x)
+    y.sum().backward()
+    assert layer.weight.grad is not None
