@@ -13,7 +13,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def _rank(rank: int, world: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...], errors: Any) -> None:
+def _rank(
+    rank: int, world: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...], errors: Any
+) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     try:

@@ -6,11 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from compare import assert_split_equals_backward, names
 from models import gpt
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from compare import assert_split_equals_backward, names
 from sternway import split
 from sternway.errors import SplitError
 
@@ -80,7 +80,9 @@ def test_nested_checkpoints() -> None:
 
 
 def test_dropout_is_recomputed_with_the_same_mask() -> None:
-    model = Checkpointed(nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))]), use_reentrant=False)
+    model = Checkpointed(
+        nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))]), use_reentrant=False
+    )
     assert_split_equals_backward(model, torch.randn(5, 8, requires_grad=True))
 
 

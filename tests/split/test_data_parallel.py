@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from compare import assert_same_grads
-from gloo import on_ranks
 from models import gpt
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from compare import assert_same_grads
+from gloo import on_ranks
 from sternway import split
 from sternway.errors import SplitError
 
@@ -67,9 +67,9 @@ def test_ddp_with_a_static_graph_is_refused() -> None:
 
 
 def _fsdp(rank: int) -> None:
-    for needs_grad in (True, False):
+    for needs_grad, by_block in ((True, True), (True, False), (False, True), (False, False)):
         model = _model()
-        for block in model:
+        for block in model if by_block else ():
             fully_shard(block)
         fully_shard(model)
         y = model(torch.randn(2, 4, 8, requires_grad=needs_grad))

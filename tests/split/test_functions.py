@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_split_equals_backward, names
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from compare import assert_split_equals_backward, names
 from sternway import split
 
 
@@ -71,7 +71,9 @@ def _counting_backend(graph: torch.fx.GraphModule, example_inputs: list[Tensor])
 
         return make_boxed_func(run)
 
-    return aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g.forward), bw_compiler=backward)(graph, example_inputs)
+    return aot_autograd(fw_compiler=lambda g, _: make_boxed_func(g.forward), bw_compiler=backward)(
+        graph, example_inputs
+    )
 
 
 class Inner(nn.Module):

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from compare import assert_same_grads, twin
 from torch import Tensor, nn
 
+from compare import assert_same_grads, twin
 from sternway import split
 
 Log = list[tuple[str, Tensor]]
@@ -82,7 +82,7 @@ def test_a_hook_that_frees_the_gradient(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("change", [False, True], ids=["sees", "changes"])
 def test_hooks_on_intermediates(model: nn.Module, change: bool) -> None:
-    """On the very output of a matrix product too, where the split catches the gradient: it must catch the changed one."""
+    """On the very output of a matrix product too: there the split must catch the gradient as the hook left it."""
     reference, logs = twin(model)[0], ([], [])
     x = torch.randn(5, 4, requires_grad=True)
     their_x = x.detach().clone().requires_grad_()

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from compare import assert_same_grads, twin
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from compare import assert_same_grads, twin
 from sternway import split
 from sternway.errors import SplitError
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compare import assert_split_equals_backward, names
 from models import Experts, Recurrent, ViT, convnet, gpt, llama
 
+from compare import assert_split_equals_backward, names
 from sternway.cli._gpt import GPT
 
 MODELS = {

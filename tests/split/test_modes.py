@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from compare import assert_split_equals_backward, names
 from models import convnet, gpt, llama
 from torch import Tensor, nn
 
+from compare import assert_split_equals_backward, names
 from sternway import split
 from sternway.errors import PendingError
 
@@ -23,7 +23,9 @@ def test_autocast(make: Callable[[], nn.Module]) -> None:
             return model(x)
 
     model = make()
-    pending = assert_split_equals_backward(model, torch.randn(2, 5, 16, requires_grad=True), call=call, rtol=2e-2, atol=2e-2)
+    pending = assert_split_equals_backward(
+        model, torch.randn(2, 5, 16, requires_grad=True), call=call, rtol=2e-2, atol=2e-2
+    )
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
     assert {n for n, _ in model.named_parameters() if "norm" not in n} <= names(model, pending.deferred)
 
@@ -44,7 +46,9 @@ def test_autocast_gives_the_first_gradients_exactly() -> None:
 def test_number_types(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tolerance = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 5e-2, "atol": 5e-2}
-    assert_split_equals_backward(gpt(16, 2).to(dtype), torch.randn(2, 5, 16, dtype=dtype, requires_grad=True), **tolerance)
+    assert_split_equals_backward(
+        gpt(16, 2).to(dtype), torch.randn(2, 5, 16, dtype=dtype, requires_grad=True), **tolerance
+    )
 
 
 def test_mixed_number_types() -> None:

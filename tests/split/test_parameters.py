@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from compare import assert_split_equals_backward, names
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+
+from compare import assert_split_equals_backward, names
 
 
 class Tied(nn.Module):

@@ -1,4 +1,4 @@
-"""A Pending's life: accumulation in any order, dropped, run twice, after an error; what it holds and when it lets go."""
+"""A Pending's life: run in any order, dropped, run twice, after an error; what it holds and when it lets go."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from compare import assert_same_grads, twin
 from models import gpt
 from torch import Tensor, nn
 
+from compare import assert_same_grads, twin
 from sternway import split
 from sternway.errors import PendingError
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
-from compare import assert_split_equals_backward
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from compare import assert_split_equals_backward
 
 DIM = 4
 
@@ -32,9 +33,11 @@ class Step(nn.Module):
             "checkpoint": lambda: nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM)),
         }
         self.layer = layers.get(kind, nn.Identity)()
-        self.weight = nn.Parameter(torch.randn(DIM, DIM) * 0.5) if kind in ("left", "scale", "slice", "low rank") else None
+        self.weight = (
+            nn.Parameter(torch.randn(DIM, DIM) * 0.5) if kind in ("left", "scale", "slice", "low rank") else None
+        )
 
-    def forward(self, x: Tensor) -> Tensor:  # noqa: PLR0911
+    def forward(self, x: Tensor) -> Tensor:
         match self.kind:
             case "left":
                 return self.weight @ x

@@ -1,4 +1,4 @@
-"""Each operation with a rule, and each way a weight reaches one: split equals a plain backward, and the weight waits."""
+"""Each operation with a rule, each way a weight reaches one: equal to a plain backward, and the weight waits."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from compare import assert_split_equals_backward, names
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from compare import assert_split_equals_backward, names
 from sternway import split
 from sternway.errors import SplitError
 
@@ -133,12 +133,12 @@ class TestTaughtRule:
         calls: list[tuple[bool, ...]] = []  # noqa: RUF012 - a spy, cleared by the test
 
         @staticmethod
-        def forward(ctx, x, weight):  # noqa: ANN205
+        def forward(ctx, x, weight):
             ctx.save_for_backward(x, weight)
             return x * weight
 
         @staticmethod
-        def backward(ctx, grad):  # noqa: ANN205
+        def backward(ctx, grad):
             x, weight = ctx.saved_tensors
             TestTaughtRule.Scale.calls.append(ctx.needs_input_grad)
             return grad * weight, (grad * x).sum(0) if ctx.needs_input_grad[1] else None

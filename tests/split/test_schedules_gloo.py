@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_same_grads
-from gloo import on_ranks
 from models import gpt
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 from torch.nn import functional as F
 
+from compare import assert_same_grads
+from gloo import on_ranks
 from sternway import split
 
 DIM, MICROBATCHES = 8, 4

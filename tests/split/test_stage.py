@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from compare import assert_same_grads, twin
 from models import gpt
 from torch import Tensor, nn
 from torch.distributed.pipelining import _backward as theirs
 from torch.distributed.pipelining import stage
 
+from compare import assert_same_grads, twin
 from sternway import split
 from sternway.dropin import pipelining_backward
 from sternway.errors import SplitError, UnsupportedTorch
@@ -127,6 +127,8 @@ class TestInstall:
 
     def test_changed_signatures_are_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(theirs, "stage_backward_weight", lambda weights, groups, extra: None)
-        with pytest.raises(UnsupportedTorch, match="stage_backward_weight has the parameters .* got weights, groups, extra"):
+        with pytest.raises(
+            UnsupportedTorch, match=r"stage_backward_weight has the parameters .* got weights, groups, extra"
+        ):
             split.install()
         assert stage.stage_backward is theirs.stage_backward

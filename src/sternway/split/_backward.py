@@ -22,6 +22,7 @@ from sternway.split._pending import Catch, Pending
 from sternway.split._plan import Cut, make_plan
 from sternway.split._target import Edge, Node
 from sternway.split._tree import leaves, pair_leaves, replace_leaves
+from sternway.split._unsupported import refuse_resharded
 
 
 def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> tuple[Any, Pending]:
@@ -67,9 +68,9 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
         if not catch.cut.runs_in_i:
             catch.grads.append((grad_at[catch.cut.node, 0],))
     ready = [(leaf, grad) for leaf in plan.ready if (grad := grad_at[leaf, 0]) is not None]
-    return replace_leaves(lambda leaf: grad_at[wanted[id(leaf)]] if id(leaf) in wanted else None, inputs), Pending(
-        catches, ready
-    )
+    pending = Pending(catches, ready)
+    refuse_resharded(pending.deferred)
+    return replace_leaves(lambda leaf: grad_at[wanted[id(leaf)]] if id(leaf) in wanted else None, inputs), pending
 
 
 @contextmanager

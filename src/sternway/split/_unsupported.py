@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from sternway.errors import SplitError
 
@@ -17,14 +21,28 @@ def _reentrant_checkpoint(node: Any) -> None:
 
 
 def _fsdp(node: Any) -> None:
-    group = node.param_group
-    if group.reduce_grads or group.reshard_after_backward:
-        raise SplitError(
-            "FSDP must not reduce or reshard at the end of I, when the weight gradients are yet to come",
-            got="a fully_shard module set to do so",
-            fix="before I, call set_requires_gradient_sync(False), set_reshard_after_backward(False) and "
-            "set_is_last_backward(False) on it, and reduce after the last W, as torch.distributed.pipelining does",
-        )
+    if node.param_group.reduce_grads or node.param_group.reshard_after_backward:
+        raise _early_fsdp()
+
+
+def refuse_resharded(parameters: Iterable[Tensor]) -> None:
+    """Raise SplitError if FSDP freed a parameter at the end of I, as it does where no input needed a gradient.
+
+    There no node of the graph shows FSDP beforehand. Its gradient, computed in W, would be lost.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for parameter in parameters:
+            if parameter.numel() and type(parameter) is Parameter and not parameter.untyped_storage().nbytes():
+                raise _early_fsdp()
+
+
+def _early_fsdp() -> SplitError:
+    return SplitError(
+        "FSDP must not reduce or reshard at the end of I, when the weight gradients are yet to come",
+        got="a fully_shard module set to do so",
+        fix="before I, call set_requires_gradient_sync(False), set_reshard_after_backward(False) and "
+        "set_is_last_backward(False) on it, and reduce after the last W, as torch.distributed.pipelining does",
+    )
 
 
 def _static_ddp(node: Any) -> None:
