@@ -10,33 +10,24 @@ microbatches of a step. The cycle collector is off while the clock runs.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import platform
-import statistics
 import sys
-import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import _backward as torchs
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import convnet, gpt, llama
 
-from sternway import split
-
-MIB = 2**20
+from sternway.cli._measure import ThreeWays
 
 
 @dataclass(frozen=True)
@@ -86,168 +77,58 @@ def cases(device: str) -> list[Case]:
     ]
 
 
-class Bench:
-    """One model, ready to run forward and backward in each of the three ways."""
+class Counted:
+    """Calls the model block by block, each under a checkpoint if asked, and counts the calls."""
 
-    def __init__(self, case: Case, device: str) -> None:
-        torch.manual_seed(0)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.device, self.checkpointed, self.forwards = device, case.checkpointed, 0
-        self.model = case.make().to(device, dtype)
-        self.x = torch.randn(case.shape, device=device, dtype=dtype)
-        self.grad = torch.randn_like(self.model(self.x))
+    def __init__(self, model: nn.Module, checkpointed: bool) -> None:
+        self.model, self.checkpointed, self.calls = model, checkpointed, 0
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        x = y = self.x.clone().requires_grad_()
+    def __call__(self, x: Tensor) -> Tensor:
         for block in self.model:
-            y = checkpoint(self._count, block, y, use_reentrant=False) if self.checkpointed else block(y)
-        return x, y
+            x = checkpoint(self._call, block, x, use_reentrant=False) if self.checkpointed else self._call(block, x)
+        return x
 
-    def _count(self, block: nn.Module, x: Tensor) -> Tensor:
-        self.forwards += 1
+    def _call(self, block: nn.Module, x: Tensor) -> Tensor:
+        self.calls += 1
         return block(x)
-
-    def fused(self, x: Tensor, y: Tensor) -> Callable[[], None]:
-        y.backward(self.grad)
-        return lambda: None
-
-    def torchs(self, x: Tensor, y: Tensor) -> Callable[[], Any]:
-        _, groups = torchs.stage_backward_input([y], [self.grad], [x], self.model.parameters())
-        return lambda: torchs.stage_backward_weight(self.model.parameters(), groups)
-
-    def ours(self, x: Tensor, y: Tensor) -> Callable[[], None]:
-        _, pending = split.backward_input(y, self.grad, x)
-        return pending.run
-
-    def ways(self) -> dict[str, Callable[[Tensor, Tensor], Callable[[], Any]]]:
-        return {"fused": self.fused, "torch": self.torchs, "ours": self.ours}
-
-    def wait(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
-
-    def timed(self, way: Callable[[Tensor, Tensor], Callable[[], Any]]) -> tuple[float, float]:
-        """Seconds of I (or of the whole backward) and of W."""
-        x, y = self.forward()
-        self.wait()
-        start = time.perf_counter()
-        weights = way(x, y)
-        self.wait()
-        middle = time.perf_counter()
-        weights()
-        self.wait()
-        return middle - start, time.perf_counter() - middle
 
 
 def measure(case: Case, device: str, rounds: int) -> Row:
-    bench = Bench(case, device)
-    check_gradients(bench)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in bench.ways()}
-    for _ in range(3):
-        for way in bench.ways().values():
-            bench.timed(way)
-    gc.collect()
-    gc.disable()
-    for _ in range(rounds):
-        for name, way in bench.ways().items():
-            times[name].append(bench.timed(way))
-    gc.enable()
-
-    def ratio(name: str) -> float:
-        pairs = zip(times[name], times["fused"], strict=True)
-        return statistics.median((i + w) / fused for (i, w), (fused, _) in pairs)
-
-    def median_ms(name: str, half: int) -> float:
-        return 1e3 * statistics.median(pair[half] for pair in times[name])
-
-    after_f, torch_held = held_bytes(bench, bench.torchs)
-    _, held = held_bytes(bench, bench.ours)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = case.make().to(device, dtype)
+    counted = Counted(model, case.checkpointed)
+    stage = ThreeWays(model, torch.randn(case.shape, device=device, dtype=dtype), counted)
+    error, limit = stage.worst_error(), 2e-2 if device == "cuda" else 1e-4
+    if not error < limit:  # a fast answer must be the right one
+        raise SystemExit(f"{case.name}: gradients differ, relative error {error:.1e}, limit {limit:.0e}")
+    times = stage.time(rounds)
+    after_f, torch_held = stage.held("torch")
+    _, held = stage.held("sternway")
     return Row(
         case=case.name,
-        fused_ms=median_ms("fused", 0),
-        torch_i_ms=median_ms("torch", 0),
-        torch_w_ms=median_ms("torch", 1),
-        i_ms=median_ms("ours", 0),
-        w_ms=median_ms("ours", 1),
-        torch_ratio=ratio("torch"),
-        ratio=ratio("ours"),
+        fused_ms=times["fused"].i,
+        torch_i_ms=times["torch"].i,
+        torch_w_ms=times["torch"].w,
+        i_ms=times["sternway"].i,
+        w_ms=times["sternway"].w,
+        torch_ratio=times["torch"].ratio,
+        ratio=times["sternway"].ratio,
         torch_held=torch_held / after_f,
         held=held / after_f,
-        held_after_f_mib=after_f / MIB,
-        recomputes=recomputes(bench) if case.checkpointed else "",
-        deferred_flops=deferred_flops(bench),
+        held_after_f_mib=after_f / 2**20,
+        recomputes=recomputes(stage, counted) if case.checkpointed else "",
+        deferred_flops=deferred_flops(stage),
     )
 
 
-def check_gradients(bench: Bench) -> None:
-    """A fast answer must be the right one: ours against the fused backward's."""
-    results = {}
-    for name in ("fused", "ours"):
-        bench.model.zero_grad()
-        for module in bench.model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.reset_running_stats()
-        bench.ways()[name](*bench.forward())()
-        results[name] = [parameter.grad.float() for parameter in bench.model.parameters()]
-    for mine, theirs in zip(results["ours"], results["fused"], strict=True):
-        error = ((mine - theirs).norm() / theirs.norm()).item()
-        limit = 2e-2 if bench.grad.dtype == torch.bfloat16 else 1e-4
-        if not error < limit:
-            raise SystemExit(f"gradients differ: relative error {error:.2e}, limit {limit:.0e}")
-
-
-class _Storages(TorchDispatchMode):
-    """Counts the bytes of every storage made under it that is still alive: the CPU allocator does not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive: dict[int, int] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                if id(storage) not in self.alive:
-                    self.alive[id(storage)] = storage.nbytes()
-                    weakref.finalize(storage, self.alive.pop, id(storage), None)
-        return out
-
-
-@contextmanager
-def _counting(device: str) -> Iterator[Callable[[], int]]:
-    """A function that tells how many bytes are allocated now, over when the block began."""
-    if device == "cuda":
-        start = torch.cuda.memory_allocated()
-        yield lambda: torch.cuda.memory_allocated() - start
-    else:
-        with _Storages() as storages:
-            yield lambda: sum(storages.alive.values())
-
-
-def held_bytes(bench: Bench, way: Callable[[Tensor, Tensor], Callable[[], Any]]) -> tuple[int, int]:
-    """Bytes that are alive after the forward, and after I, once the outputs and the input's gradient are gone."""
-    gc.collect()
-    with _counting(bench.device) as alive:
-        x, y = bench.forward()
-        bench.wait()
-        after_f = alive()
-        weights = way(x, y)
-        x.grad = None
-        del y
-        bench.wait()
-        after_i = alive()
-        weights()
-    return after_f, after_i
-
-
-def recomputes(bench: Bench) -> str:
+def recomputes(stage: ThreeWays, counted: Counted) -> str:
     counts = []
-    for way in bench.ways().values():
-        x, y = bench.forward()
-        before = bench.forwards
+    for way in stage.ways.values():
+        x, y = stage.forward()
+        before = counted.calls
         way(x, y)()
-        counts.append(str(bench.forwards - before))
+        counts.append(str(counted.calls - before))
     return "/".join(counts)
 
 
@@ -268,7 +149,7 @@ class _Flops(TorchDispatchMode):
         return out
 
 
-def deferred_flops(bench: Bench) -> float:
+def deferred_flops(stage: ThreeWays) -> float:
     """What W computes, over what the fused backward computes for the weights."""
 
     def flops(function: Callable[[], Any]) -> int:
@@ -276,12 +157,12 @@ def deferred_flops(bench: Bench) -> float:
             function()
         return counter.total
 
-    x, y = bench.forward()
-    whole = flops(lambda: y.backward(bench.grad))
-    x, y = bench.forward()
-    inputs = flops(lambda: torch.autograd.grad(y, x, bench.grad))
-    x, y = bench.forward()
-    weights = flops(bench.ours(x, y))
+    x, y = stage.forward()
+    whole = flops(lambda: y.backward(stage.grad))
+    x, y = stage.forward()
+    inputs = flops(lambda: torch.autograd.grad(y, x, stage.grad))
+    x, y = stage.forward()
+    weights = flops(stage.ways["sternway"](x, y))
     return weights / (whole - inputs)
 
 

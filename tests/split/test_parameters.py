@@ -30,6 +30,14 @@ def test_used_twice() -> None:
     assert names(layer, pending.deferred) == {"weight", "bias"}
 
 
+def test_a_parameter_on_both_sides_of_a_product() -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    x = torch.randn(5, 4, requires_grad=True)
+    assert_split_equals_backward(layer, x, call=lambda m, x: x @ (m.weight @ m.weight))
+    layer = nn.Linear(4, 4, bias=False)
+    assert_split_equals_backward(layer, x, call=lambda m, x: m.weight @ m.weight + x[:4])
+
+
 def test_tied_within_the_stage() -> None:
     model = Tied()
     pending = assert_split_equals_backward(model, torch.randint(0, 7, (3, 5)))

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from torch.autograd.function import BackwardCFunction
 
-from sternway.split._rules import RULES, Operand, Role
+from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._saved import Packing, packing
 from sternway.split._target import Edge, Node, Target, direct_target
 from sternway.split._unsupported import UNSUPPORTED
@@ -75,10 +75,6 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> Plan:
     return Plan([cut for cut in planner.cuts if cut.waits], planner.leaves, passed)
 
 
-def _operand_edge(operand: Operand, edges: tuple[Edge, ...]) -> Edge:
-    return edges[operand.position] if operand.position < len(edges) else (None, 0)
-
-
 class _Planner:
     def __init__(self, inputs: set[Edge]) -> None:
         self.inputs = inputs
@@ -104,46 +100,49 @@ class _Planner:
             if kind in UNSUPPORTED:
                 UNSUPPORTED[kind](node)
             edges = node.next_functions
-            if (operands := RULES.get(kind)) and (cut := self.cut(node, edges, operands)):
+            operands = RULES.get(kind)
+            if operands is not None and (cut := self.cut(node, edges, operands)):
                 self.cuts.append(cut)
-                waiting = [wait.edge for wait in cut.waits]
-                edges = [edge for edge in edges if edge not in waiting]
+                waiting = [wait.operand.position for wait in cut.waits]
+                edges = [edge for position, edge in enumerate(edges) if position not in waiting]
             for edge in edges:
                 if (child := edge[0]) is not None and (child not in input_nodes or edge not in inputs):
                     stack.append(child)
 
-    def cut(self, node: Node, edges: tuple[Edge, ...], operands: tuple[Operand, ...]) -> Cut | None:
+    def cut(self, node: Node, edges: tuple[Edge, ...], operands: Operands) -> Cut | None:
         """The node as a cut, if some of its operands can wait."""
         packed = packing(node)
         if packed is Packing.FOREIGN or (issubclass(type(node), BackwardCFunction) and len(node._input_metadata) != 1):
             return None
-        waits: list[Wait] = []
-        for operand in operands:  # weights, then other sides, then riders
-            if operand.role is Role.RIDER and not waits:
-                waits = self.second_choice(operands, edges)
-            if bool(waits) == (operand.role is Role.RIDER) or operand.role is Role.WEIGHT:
-                self.wait_if_chain(operand, edges, waits)
+        waits = (
+            self.chains_of(operands.weights, edges)
+            or self.chains_of(operands.other_sides, edges)
+            or self.second_choice(operands.weights + operands.other_sides, edges)
+        )
         if not waits:
-            waits = self.second_choice(operands, edges)
+            return None
+        waits += self.chains_of(operands.riders, edges)
         runs_in_i = sum([child is not None for child, _ in edges]) > len(waits)
         checkpointed = packed is Packing.CHECKPOINT
-        if not waits or (checkpointed and not runs_in_i):
+        if checkpointed and not runs_in_i:
             return None  # what a checkpoint recomputes can be read only while the node runs
         return Cut(node, waits, checkpointed, runs_in_i)
 
-    def wait_if_chain(self, operand: Operand, edges: tuple[Edge, ...], waits: list[Wait]) -> None:
-        edge = _operand_edge(operand, edges)
-        if edge[0] is None:
-            return
-        target = direct_target(edge, self.input_nodes)
-        if target is not None or self.is_chain(edge):
-            waits.append(Wait(operand, edge, target))
+    def chains_of(self, operands: tuple[Operand, ...], edges: tuple[Edge, ...]) -> list[Wait]:
+        """The operands that are plain chains from parameters."""
+        waits = []
+        for operand in operands:
+            if operand.position < len(edges) and (edge := edges[operand.position])[0] is not None:
+                target = direct_target(edge, self.input_nodes)
+                if target is not None or self.is_chain(edge):
+                    waits.append(Wait(operand, edge, target))
+        return waits
 
     def second_choice(self, operands: tuple[Operand, ...], edges: tuple[Edge, ...]) -> list[Wait]:
-        """No operand is a plain chain: the first that is made of parameters alone, such as ``W + A @ B``."""
+        """The first operand that is made of parameters alone, if not in a plain chain, such as ``W + A @ B``."""
         for operand in operands:
-            edge = _operand_edge(operand, edges)
-            if edge[0] is not None and operand.role is not Role.RIDER and not self.leads_to_input(edge):
+            edge = edges[operand.position] if operand.position < len(edges) else (None, 0)
+            if edge[0] is not None and not self.leads_to_input(edge):
                 return [Wait(operand, edge, None)]
         return []
 

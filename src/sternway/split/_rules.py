@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Literal
 
 from sternway.errors import SplitError
@@ -23,25 +22,25 @@ from sternway.split._later import Later
 RuleFunction = Callable[[Any], Later]
 
 
-class Role(IntEnum):
-    """When an operand waits, in the order in which a node's operands are looked at."""
-
-    WEIGHT = 0  # whenever it is made of parameters
-    OTHER_SIDE = 1  # if no weight of the node does: the left side of a product, where weights seldom stand
-    RIDER = 2  # if another operand of the node does: a bias
-
-
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One operand that may be a weight: its place in ``node.next_functions``, its rule, and when it waits."""
+    """One operand that may be a weight: its place in ``node.next_functions``, and its rule."""
 
     position: int
     function: RuleFunction
-    role: Role
 
 
-RULES: dict[str, tuple[Operand, ...]] = {}
-"""The table: a node kind's operands, in the order of their roles."""
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What a node kind's rules cover, by when an operand waits."""
+
+    weights: tuple[Operand, ...] = ()  # whenever it is made of parameters
+    other_sides: tuple[Operand, ...] = ()  # if no weight does: the left of a product, where weights seldom stand
+    riders: tuple[Operand, ...] = ()  # if another operand of the node does: a bias
+
+
+RULES: dict[str, Operands] = {}
+"""The table, by node kind."""
 
 
 def rule(
@@ -83,14 +82,22 @@ def rule(
     if not isinstance(operand, int) or operand < 0:
         raise SplitError("operand is an index into node.next_functions", got=repr(operand), fix="pass 0, 1, 2, …")
 
-    if role not in ("weight", "other_side", "rider"):
+    field = _FIELDS.get(role)
+    if field is None:
         raise SplitError(
             "an operand's role is one of three", got=repr(role), fix="pass 'weight', 'other_side' or 'rider'"
         )
 
     def register(function: RuleFunction) -> RuleFunction:
-        others = [other for other in RULES.get(kind, ()) if other.position != operand]
-        RULES[kind] = tuple(sorted([*others, Operand(operand, function, Role[role.upper()])], key=lambda o: o.role))
+        known = RULES.get(kind, Operands())
+        others = {
+            name: tuple(other for other in getattr(known, name) if other.position != operand)
+            for name in _FIELDS.values()
+        }
+        RULES[kind] = Operands(**others | {field: (*others[field], Operand(operand, function))})
         return function
 
     return register
+
+
+_FIELDS = {"weight": "weights", "other_side": "other_sides", "rider": "riders"}

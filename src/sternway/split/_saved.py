@@ -13,9 +13,10 @@ A rule reads a tensor that the node reads too, when it runs. Three cases, by who
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from enum import Enum
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from torch.utils import checkpoint
@@ -30,23 +31,31 @@ class Packing(Enum):
 
 
 @cache
-def _slots(node_type: Hashable) -> tuple[str, ...]:
-    return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
+def _unpack_hooks(node_type: Hashable) -> Callable[[Any], Any]:
+    """A function that reads all the node's unpack hooks at once: the split asks this of every cut."""
+    slots = [name for name in dir(node_type) if name.startswith("_raw_saved_")]
+    return attrgetter("__class__", "__class__", *(f"{name}.unpack_hook" for name in slots))
 
 
 def _packed(node: Any) -> list[Any]:
     """What hooks made of the node's saved tensors; nothing is unpacked."""
     found: list[Any] = []
-    for name in _slots(node.__class__):
-        slot = getattr(node, name)
-        for saved in slot if isinstance(slot, tuple) else (slot,):
-            if saved is not None and saved.unpack_hook is not None:
-                found.append(saved.data)
+    for name in dir(type(node)):
+        if name.startswith("_raw_saved_"):
+            slot = getattr(node, name)
+            for saved in slot if isinstance(slot, tuple) else (slot,):
+                if saved is not None and saved.unpack_hook is not None:
+                    found.append(saved.data)
     return found
 
 
 def packing(node: Any) -> Packing:
     """Who packed the node's saved tensors; of several, the most restrictive."""
+    try:
+        if not any(_unpack_hooks(node.__class__)(node)[2:]):
+            return Packing.NONE
+    except AttributeError:  # a slot that is empty, or a list of tensors
+        pass
     packed = _packed(node)
     if not packed:
         return Packing.NONE

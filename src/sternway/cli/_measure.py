@@ -1,0 +1,162 @@
+"""One backward in three ways, timed and weighed: fused, torch's split, ours. For the demo and the benchmark."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from sternway import split
+
+Weights = Callable[[], Any]  # W, to be called later
+Way = Callable[[Tensor, Tensor], Weights]  # I, given the stage's input and output
+
+
+class ThreeWays:
+    """A pipeline stage, ready to run its backward in each way.
+
+    Args:
+        model: maps a tensor to a tensor of the same shape.
+        x: its input; each forward gets a copy that needs a gradient.
+        forward: how to call the model, if not plainly.
+    """
+
+    def __init__(self, model: nn.Module, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.model, self.x = model, x
+        self._forward = forward or model
+        self.grad = torch.randn_like(self._forward(x))
+        self.ways: dict[str, Way] = {"fused": self._fused, "torch": self._torch, "sternway": self._ours}
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        x = self.x.clone().requires_grad_()
+        return x, self._forward(x)
+
+    def _fused(self, x: Tensor, y: Tensor) -> Weights:
+        torch.autograd.backward(y, self.grad)
+        return lambda: None
+
+    def _torch(self, x: Tensor, y: Tensor) -> Weights:
+        from torch.distributed.pipelining import _backward
+
+        _, groups = _backward.stage_backward_input([y], [self.grad], [x], self.model.parameters())
+        return lambda: _backward.stage_backward_weight(self.model.parameters(), groups)
+
+    def _ours(self, x: Tensor, y: Tensor) -> Weights:
+        _, pending = split.backward_input(y, self.grad, x)
+        return pending.run
+
+    def worst_error(self) -> float:
+        """The largest relative difference between a parameter's gradient from our split and from the fused backward."""
+        results = []
+        state = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        for way in (self._fused, self._ours):
+            self.model.zero_grad()
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(state[name])
+            way(*self.forward())()
+            results.append([p.grad.double() for p in self.model.parameters() if p.grad is not None])
+        pairs = zip(*results, strict=True)
+        return max(float((mine - fused).norm() / fused.norm()) for fused, mine in pairs)
+
+    def time(self, rounds: int, progress: Callable[[], None] = lambda: None) -> dict[str, Times]:
+        """Each way ``rounds`` times, in turn, the cycle collector off while the clock runs."""
+        seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in self.ways}
+        for _ in range(3):
+            for way in self.ways.values():
+                self._once(way)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(rounds):
+                for name, way in self.ways.items():
+                    seconds[name].append(self._once(way))
+                progress()
+        finally:
+            gc.enable()
+        return {name: Times.of(pairs, seconds["fused"]) for name, pairs in seconds.items()}
+
+    def _once(self, way: Way) -> tuple[float, float]:
+        x, y = self.forward()
+        self._wait()
+        start = time.perf_counter()
+        weights = way(x, y)
+        self._wait()
+        middle = time.perf_counter()
+        weights()
+        self._wait()
+        return middle - start, time.perf_counter() - middle
+
+    def _wait(self) -> None:
+        if self.x.is_cuda:
+            torch.cuda.synchronize()
+
+    def held(self, name: str) -> tuple[int, int]:
+        """Bytes alive after the forward, and after I, once the output and the input's gradient are gone."""
+        gc.collect()
+        with _counting(self.x.device) as alive:
+            x, y = self.forward()
+            self._wait()
+            after_forward = alive()
+            weights = self.ways[name](x, y)
+            x.grad = None
+            del y
+            self._wait()
+            after_i = alive()
+            weights()
+        return after_forward, after_i
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Medians over the rounds, in milliseconds; ``ratio`` is (I + W) / fused, the median of the rounds' own ratios."""
+
+    i: float
+    w: float
+    ratio: float
+
+    @classmethod
+    def of(cls, pairs: list[tuple[float, float]], fused: list[tuple[float, float]]) -> Times:
+        return cls(
+            i=1e3 * statistics.median(i for i, _ in pairs),
+            w=1e3 * statistics.median(w for _, w in pairs),
+            ratio=statistics.median((i + w) / whole for (i, w), (whole, _) in zip(pairs, fused, strict=True)),
+        )
+
+
+class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base untyped
+    """Counts the bytes of every storage made under it that is still alive: the CPU allocator does not."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.alive: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                if id(storage) not in self.alive:
+                    self.alive[id(storage)] = storage.nbytes()
+                    weakref.finalize(storage, self.alive.pop, id(storage), None)
+        return out
+
+
+@contextmanager
+def _counting(device: torch.device) -> Iterator[Callable[[], int]]:
+    """A function that tells how many bytes are allocated now, over when the block began."""
+    if device.type == "cuda":
+        start = torch.cuda.memory_allocated()
+        yield lambda: torch.cuda.memory_allocated() - start
+    else:
+        with _Storages() as storages:
+            yield lambda: sum(storages.alive.values())
