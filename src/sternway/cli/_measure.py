@@ -103,7 +103,9 @@ class ThreeWays:
     def held(self, name: str) -> tuple[int, int]:
         """Bytes alive after the forward, and after I, once the output and the input's gradient are gone."""
         gc.collect()
-        with _counting(self.x.device) as alive:
+        before = [*self.model.parameters(), *self.model.buffers(), self.x, self.grad]
+        before += [p.grad for p in self.model.parameters() if p.grad is not None]
+        with _counting(self.x.device, before) as alive:
             x, y = self.forward()
             self._wait()
             after_forward = alive()
@@ -136,27 +138,30 @@ class Times:
 class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base untyped
     """Counts the bytes of every storage made under it that is still alive: the CPU allocator does not."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.alive: dict[int, int] = {}
+        self.before = {
+            tensor.untyped_storage().data_ptr() for tensor in before
+        }  # an operation may return a view of one
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
-                if id(storage) not in self.alive:
+                if id(storage) not in self.alive and storage.data_ptr() not in self.before:
                     self.alive[id(storage)] = storage.nbytes()
                     weakref.finalize(storage, self.alive.pop, id(storage), None)
         return out
 
 
 @contextmanager
-def _counting(device: torch.device) -> Iterator[Callable[[], int]]:
-    """A function that tells how many bytes are allocated now, over when the block began."""
+def _counting(device: torch.device, before: list[Tensor]) -> Iterator[Callable[[], int]]:
+    """A function that tells how many bytes are allocated now, beside the tensors that were there ``before``."""
     if device.type == "cuda":
         start = torch.cuda.memory_allocated()
         yield lambda: torch.cuda.memory_allocated() - start
     else:
-        with _Storages() as storages:
+        with _Storages(before) as storages:
             yield lambda: sum(storages.alive.values())

@@ -1,0 +1,75 @@
+"""The command line, by what it prints and how it exits."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import sternway
+from sternway import cli
+from sternway.cli import _doctor
+from sternway.errors import SplitError
+
+
+def _run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_version() -> None:
+    assert _run("--version") == f"sternway {sternway.__version__}\n"
+
+
+def test_doctor_names_what_is_there_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_doctor.shutil, "which", lambda name: None)
+    report = json.loads(_run("doctor", "--json"))
+    found = {finding["what"]: finding for finding in report["findings"]}
+    assert report["well"]
+    assert found["PyTorch"]["found"].startswith(torch.__version__)
+    assert "gloo" in found["distributed backends"]["found"]
+    assert found["C++ compiler"] == {
+        "what": "C++ compiler",
+        "found": "",
+        "fix": "for torch.compile with Inductor on the CPU: apt install g++, or set CXX",
+        "needed": False,
+    }
+    assert not found["browser"]["found"]
+    text = _run("doctor")
+    assert "missing" in text
+    assert "chromium" in text
+
+
+def test_doctor_fails_on_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.4.1")
+    assert not json.loads(_run("doctor", "--json", code=1))["well"]
+
+
+def test_demo_compares_with_plain_autograd_and_torch() -> None:
+    threads = torch.get_num_threads()
+    try:
+        record = json.loads(_run("demo", "--dim", "16", "--layers", "1", "--rounds", "2", "--json"))
+        text = _run("demo", "--dim", "16", "--layers", "1", "--rounds", "1")
+    finally:
+        torch.set_num_threads(threads)
+    assert record["gradients_equal"]
+    assert record["sternway"]["held_after_i"] < record["torch"]["held_after_i"]
+    assert all(record["sternway"][key] > 0 for key in ("i_ms", "w_ms", "over_fused"))
+    assert "Gradients equal to plain autograd's" in text
+
+
+def test_demo_refuses_a_width_that_the_heads_do_not_divide() -> None:
+    assert "a multiple of 4 is needed" in _run("demo", "--dim", "10", code=2)
+
+
+def test_an_error_of_ours_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        raise SplitError("a rule", got="this", fix="that")
+
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert capsys.readouterr().err == "error: a rule; got this. Fix: that\n"

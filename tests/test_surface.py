@@ -1,0 +1,70 @@
+"""The public surface of each room, pinned: a name added or removed is a decision, not an accident."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import sternway
+from sternway import split
+from sternway.errors import SternwayError
+
+SURFACE = {
+    "sternway.split": [
+        "Later",
+        "Pending",
+        "Product",
+        "backward_input",
+        "install",
+        "rule",
+        "stage_backward",
+        "stage_backward_input",
+        "stage_backward_weight",
+        "uninstall",
+    ],
+    "sternway.dropin.pipelining_backward": ["stage_backward", "stage_backward_input", "stage_backward_weight"],
+    "sternway.cli": ["app", "main"],
+}
+
+
+@pytest.mark.parametrize("room", SURFACE)
+def test_names(room: str) -> None:
+    module = importlib.import_module(room)
+    assert sorted(module.__all__) == SURFACE[room]
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+@pytest.mark.parametrize(("statement", "absent"), [("import sternway", "torch"), ("import sternway.split", "typer")])
+def test_importing_stays_light(statement: str, absent: str) -> None:
+    code = f"{statement}, sys; sys.exit({absent!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_errors_say_rule_got_and_fix() -> None:
+    error = SternwayError("a rule", got="what broke it", fix="how to mend it")
+    assert str(error) == "a rule; got what broke it. Fix: how to mend it"
+    assert (error.rule, error.got, error.fix) == ("a rule", "what broke it", "how to mend it")
+    assert str(SternwayError("a rule")) == "a rule"
+
+
+def _modules() -> list[str]:
+    return [module.name for module in pkgutil.walk_packages(sternway.__path__, "sternway.")]
+
+
+@pytest.mark.parametrize("name", _modules())
+def test_examples_in_docstrings(name: str) -> None:
+    from sternway.split._rules import RULES
+
+    known = dict(RULES)
+    names = {"torch": torch, "Later": split.Later, "Product": split.Product, "schedule": None}
+    try:
+        assert doctest.testmod(importlib.import_module(name), extraglobs=names).failed == 0
+    finally:
+        RULES.clear()
+        RULES.update(known)
