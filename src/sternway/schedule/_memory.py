@@ -1,8 +1,8 @@
 """How much a rank keeps at each step. Only the order of its actions decides that, not their times.
 
-On a rank with v stages, a microbatch that one of them has run forward keeps 1/v until its I, memory_after_I/v until
-its W, and nothing after that. What F keeps counts from F's start; what a backward frees counts until its end, so that
-an overlapped pair has both at once.
+On a rank with v stages, a microbatch that one of them has run forward keeps 1/v until its I,
+memory_after_I/v until its W, and nothing after that. What F keeps counts from F's start; what a backward
+frees counts until its end, so that an overlapped pair has both at once.
 """
 
 from collections.abc import Iterable, Iterator

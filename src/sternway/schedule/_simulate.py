@@ -7,8 +7,9 @@ Each rank runs its actions in order, each as soon as the rank is free and its in
     W of s          needs I of s
     F with B        needs what both need, takes the time of both, and both end together
 
-A result is there at once on the rank that made it and ``comm`` later on any other. Sends do not hold a rank up. Ranks
-that have to wait are parked at the action they wait for, so that nothing is looked at twice.
+A result is there at once on the rank that made it and ``comm`` later on any other. Sends do not hold a
+rank up. Ranks that have to wait are parked at the action they wait for, so that nothing is looked at
+twice.
 """
 
 from collections import deque
@@ -26,8 +27,8 @@ _NOT_MADE = -1.0
 class _Run:
     """The state of one simulation: results made so far, and which rank waits for which.
 
-    A result is an activation or a gradient of one stage and microbatch; its key is a place in flat lists, which is
-    what makes a hundred thousand actions a matter of a fraction of a second.
+    A result is an activation or a gradient of one stage and microbatch; its key is a place in flat lists,
+    which is what makes a hundred thousand actions a matter of a fraction of a second.
     """
 
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:

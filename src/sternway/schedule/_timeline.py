@@ -5,9 +5,10 @@ The bubble rate is that of the zero-bubble paper (arXiv 2401.10241, section 5.3)
     bubble_rate = (cost - work) / cost
 
 where ``cost`` is the longest span of any one rank, from its first start to its last end, and ``work`` is
-m (F + I + W), what a rank needs for its own actions. It is not the makespan: with the paper's optimizer step each
-rank goes on to the next step on its own, so the stagger between ranks is no loss. Where ranks have unequal work,
-``work`` is that of the busiest, so that the rate is 0 when no order of the same actions could be faster for it.
+m (F + I + W), what a rank needs for its own actions. It is not the makespan: with the paper's optimizer
+step each rank goes on to the next step on its own, so the stagger between ranks is no loss. Where ranks
+have unequal work, ``work`` is that of the busiest, so that the rate is 0 when no order of the same
+actions could be faster for it.
 """
 
 from dataclasses import dataclass
