@@ -28,12 +28,14 @@ def check(schedule: Schedule, *, memory_limit: float | None = None, costs: Costs
     """Return the schedule if it keeps the five rules of this module.
 
     Example:
-        >>> from sternway import schedule >>> s = schedule.make("1f1b", ranks=4, microbatches=8) >>>
-        check(s, memory_limit=4) is s True >>> check(s, memory_limit=3) Traceback (most recent call last):
-        ... sternway.errors.ScheduleError: a rank keeps at most 3 microbatches' activations; got 4 at 0F3
-        (rank 0, \
-step 3). Fix: run backwards earlier, use a schedule that keeps less (v-half, v-min), or search under this
-limit
+        >>> from sternway import schedule
+        >>> s = schedule.make("1f1b", ranks=4, microbatches=8)
+        >>> check(s, memory_limit=4) is s
+        True
+        >>> check(s, memory_limit=3)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        sternway.errors.ScheduleError: a rank keeps at most 3 ...; got 4 at 0F3 (rank 0, step 3). Fix: ...
 
     Args:
         schedule: the schedule.

@@ -54,7 +54,7 @@ class Timeline:
         >>> from sternway import schedule
         >>> t = schedule.make("1f1b", ranks=2, microbatches=4).simulate()
         >>> t.makespan, t.idle, t.bubble_rate, t.peak_memory
-        (15.0, (3.0, 1.0), 0.2, 2.0)
+        (15.0, (3.0, 0.0), 0.2, 2.0)
 
     Attributes:
         schedule: what was timed.
