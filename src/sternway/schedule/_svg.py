@@ -7,7 +7,7 @@
             ▁▂▃▄▅▅▅▅▄▃▂▁        what each rank keeps
 
 Colours are Okabe and Ito's, which differ for colour-blind eyes too, and no meaning hangs on colour alone:
-each box has a tooltip with the action's name, and each memory line ends at its rank's number.
+each box has a tooltip with the action's name, and memory lines differ in their dashes.
 """
 
 import math
@@ -152,7 +152,7 @@ def _memory(timeline: Timeline, page: _Page) -> Iterator[str]:
     yield f'<text x="{_LEFT}" y="{top - 10}" fill="#444">{caption}</text>'
     for rank, curve in enumerate(timeline.memory):
         points = [f"M{page.x(0):.1f} {page.y(0):.1f}"]
-        points += [f"H{page.x(time):.1f}V{page.y(level):.1f}" for time, level in curve[1:]]
+        points += [f"H{page.x(time):.1f}V{page.y(level):.1f}" for time, level in curve]
         style = f'stroke="{_LINES[rank % len(_LINES)]}" stroke-width="1.8" fill="none"'
         dash = ("", ' stroke-dasharray="7 3"', ' stroke-dasharray="2 2"')[rank % 3]
         yield f'<path d="{"".join(points)}" {style}{dash} opacity="0.9"><title>rank {rank}</title></path>'

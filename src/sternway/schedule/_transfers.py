@@ -87,82 +87,94 @@ def sends(action: Action, num_stages: int) -> Transfer | None:
     return None
 
 
+def receives(action: Action, num_stages: int) -> Transfer | None:
+    """Return the receive of what an action needs of the stage before or after it, if there is one."""
+    if action.op == "F" and action.stage > 0:
+        return Transfer(action.stage, "RECV_F", action.microbatch)
+    if action.is_backward and action.stage + 1 < num_stages:
+        return Transfer(action.stage, "RECV_B", action.microbatch)
+    return None
+
+
 def check_transfers(ranks: list[list[Step]], holder: tuple[int, ...]) -> None:
     """Check that what other ranks need is sent and received once, in time, and that nobody waits for ever.
 
     Receives block here and sends do not, as in torch's runtime, whose files have them in more than one order.
 
+    Args:
+        ranks: each rank's steps.
+        holder: the rank of each stage.
+
     Raises:
         ScheduleError: a transfer that is missing, idle, late or stuck, with rank and step.
     """
-    num_stages = len(holder)
-    at = {
-        step: (rank, index)
-        for rank, steps in enumerate(ranks)
-        for index, step in enumerate(steps)
-        if isinstance(step, Transfer)
-    }
+    at = _places(ranks, holder)
     expected: set[Transfer] = set()
     for rank, steps in enumerate(ranks):
-        seen: set[Transfer] = set()
         for index, step in enumerate(steps):
-            if isinstance(step, Transfer):
-                if step in seen:
-                    raise ScheduleError(
-                        "a transfer runs once",
-                        got=f"{step} again (rank {rank}, step {index})",
-                        fix="remove one",
-                    )
-                seen.add(step)
             if isinstance(step, Action | Overlap):
                 for action in parts(step):
-                    _check_in_time(action, rank, index, holder, at)
-                    send = sends(action, num_stages)
-                    if send is not None and holder[send.other.stage] != rank:
-                        expected |= {send, send.other}
-    for transfer in at:
-        rank, index = at[transfer]
+                    expected |= _check_in_time(action, (rank, index), holder, at)
+    for transfer, (rank, index) in at.items():
+        where = f"{transfer} (rank {rank}, step {index})"
         if transfer.other not in at:
             raise ScheduleError(
                 "a transfer has two sides",
-                got=f"{transfer} (rank {rank}, step {index}) without {transfer.other}",
-                fix="add it on the other rank",
+                got=f"{where} without {transfer.other}",
+                fix="add it on the other rank, or remove this one",
             )
         if transfer not in expected:
             raise ScheduleError(
                 "a transfer carries what one rank makes to another that needs it",
-                got=f"{transfer} (rank {rank}, step {index}), which does not",
+                got=f"{where}, which does not",
                 fix="remove it, and its other side",
             )
     _run_blocking(ranks, at)
 
 
+def _places(ranks: list[list[Step]], holder: tuple[int, ...]) -> dict[Transfer, tuple[int, int]]:
+    """Return rank and step of every transfer: each once, on the rank of its stage."""
+    at: dict[Transfer, tuple[int, int]] = {}
+    for rank, steps in enumerate(ranks):
+        for index, step in enumerate(steps):
+            if not isinstance(step, Transfer):
+                continue
+            where = f"{step} (rank {rank}, step {index})"
+            if step in at:
+                raise ScheduleError("a transfer runs once", got=f"{where} again", fix="remove one of them")
+            if step.stage >= len(holder) or holder[step.stage] != rank:
+                raise ScheduleError(
+                    "a transfer runs on the rank of its stage", got=where, fix="move it there, or remove it"
+                )
+            at[step] = rank, index
+    return at
+
+
 def _check_in_time(
-    action: Action, rank: int, index: int, holder: tuple[int, ...], at: dict[Transfer, tuple[int, int]]
-) -> None:
-    """What an action needs of another rank is received before it; what it makes for one is sent after it."""
+    action: Action, place: tuple[int, int], holder: tuple[int, ...], at: dict[Transfer, tuple[int, int]]
+) -> set[Transfer]:
+    """Check that an action's input is received before it, its result sent after it; return both transfers."""
+    rank, index = place
     where = f"{action} (rank {rank}, step {index})"
-    send = sends(action, len(holder))
-    if send is not None and holder[send.other.stage] != rank and at.get(send, (rank, -1)) <= (rank, index):
-        raise ScheduleError(
-            "what another rank needs is sent after it is made",
-            got=f"{where} without {send} after it",
-            fix=f"add {send}",
-        )
-    receive: Transfer | None = None
-    if action.op == "F" and action.stage > 0:
-        receive = Transfer(action.stage, "RECV_F", action.microbatch)
-    elif action.is_backward and action.stage + 1 < len(holder):
-        receive = Transfer(action.stage, "RECV_B", action.microbatch)
-    if receive is None or holder[receive.other.stage] == rank:
-        return
-    found = at.get(receive)
-    if found is None or found[0] != rank or found[1] > index:
-        raise ScheduleError(
-            "what an action needs is received before it",
-            got=f"{where} without {receive} before it",
-            fix=f"add {receive}",
-        )
+    send, receive = sends(action, len(holder)), receives(action, len(holder))
+    found = set()
+    if send is not None and holder[send.other.stage] != rank:
+        if at.get(send, place) <= place:
+            raise ScheduleError(
+                "what another rank needs is sent after it is made",
+                got=f"{where} without {send} after it",
+                fix=f"add {send}",
+            )
+        found.add(send)
+    if receive is not None and holder[receive.other.stage] != rank:
+        if at.get(receive, place) >= place:
+            raise ScheduleError(
+                "what an action needs is received before it",
+                got=f"{where} without {receive} before it",
+                fix=f"add {receive}",
+            )
+        found.add(receive)
+    return found
 
 
 def _run_blocking(ranks: list[list[Step]], at: dict[Transfer, tuple[int, int]]) -> None:
