@@ -8,9 +8,9 @@ lives decides how much memory is kept.
 Paper: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362. On rank r, a is stage r
 and b is stage 2 p - 1 - r:
 
-    slot      0   1   2   3   4   5   6   7   8   9  10  11  12        V-Min on two ranks:
-    rank 0   aF0 .   .  bF0 bI0 .  [aF1] aI0 .   .   .   .             [..] the next microbatch, six slots on
-    rank 1   .  aF0 bF0 .   .  bI0 aI0 [aF1] .
+    slot     0   1   2   3   4   5   6   7   8   9  10  11  12       V-Min on two ranks
+    rank 0  aF0  .   .  bF0 bI0  .  aF1 aI0  .  bF1 bI1  .  aF2      one microbatch, and the next six slots on
+    rank 1   .  aF0 bF0  .   .  bI0 aI0 aF1 bF1  .   .  bI1 aI1
 
 The block alone is right in the steady state and slack at both ends. So, in three passes:
 
