@@ -14,10 +14,10 @@ and b is stage 2 p - 1 - r:
 
 The block alone is right in the steady state and slack at both ends. So, in three passes:
 
-    1. repeat the block, and put each W into the first free slot after its I 2. pull every action forward
-    into the earliest free slot after what it needs, if memory allows 3. once the first rank has run its
-    last F, F and I are worth more than W: pull those forward again as if no W were
-       there, if memory still allows, and put the W's into what is left
+    1. repeat the block, and put each W into the first free slot after its I
+    2. pull every action forward into the earliest free slot after what it needs, if memory allows
+    3. once the first rank has run its last F, F and I are worth more than W: pull those forward again
+       as if no W were there, if memory still allows, and put the W's into what is left
 """
 
 from bisect import insort

@@ -1,7 +1,7 @@
 """A timeline for a terminal: one line for each rank, time to the right.
 
-rank 0 |F0 F1       B0---F2 B1---   B2---|
-rank 1 |   F0 B0---F1 B1---F2 B2---      |
+rank 0 |F0 F1 .     B0--- F2 B1--- .  B2--- |
+rank 1 |.  F0 B0--- F1 B1--- F2 B2--- .     |
 """
 
 from sternway.errors import ScheduleError
