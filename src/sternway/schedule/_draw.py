@@ -28,9 +28,10 @@ def draw(timeline: Timeline, *, color: bool = False, width: int | None = None) -
     with its forward's microbatch.
 
     Args:
-        timeline: what to draw. color: whether to use ANSI colours. width: the most characters a line may
-        have; by default, as many as labels need, or 400. Where labels do not
-            fit, only the ops are left.
+        timeline: what to draw.
+        color: whether to use ANSI colours.
+        width: the most characters a line may have; by default, as many as labels need, up to 400. Where
+            labels do not fit, only ops are left, and where those do not, one of several.
     """
     if width is not None and width < 20:
         raise ScheduleError("a drawing is at least 20 characters wide", got=str(width), fix="pass more")
