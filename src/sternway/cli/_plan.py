@@ -107,8 +107,6 @@ def _compare(
             costs, ranks=ranks, microbatches=microbatches, memory_limit=limit, progress=report
         )
     best = comparison.best
-    if best.schedule is None or best.timeline is None:
-        raise ScheduleError("some schedule fits", got=best.reason, fix="raise --memory")
     files = _write(best.timeline, out)
     rows = [
         {
@@ -118,18 +116,20 @@ def _compare(
             "peak_memory": row.peak_memory,
             "gap": row.gap,
             "fits": row.fits,
-            "reason": row.reason,
         }
         for row in comparison.rows
     ]
     if not quiet:
         _print_table(rows, best.name, f"{ranks} ranks, {microbatches} microbatches, memory limit {limit:g}")
+        for name, reason in comparison.unmade:
+            typer.echo(f"{name}: {reason}")
         _print_timeline(best.timeline, files)
     return {
         "ranks": ranks,
         "microbatches": microbatches,
         "memory_limit": limit,
         "rows": rows,
+        "unmade": dict(comparison.unmade),
         "best": best.name,
         "schedule": json.loads(best.schedule.to_json()),
         "files": [str(path) for path in files],
@@ -210,7 +210,7 @@ def _progress(quiet: bool) -> Iterator[Any]:
 
 
 def _print_table(rows: list[dict[str, Any]], best: str, title: str) -> None:
-    """Print the comparison; what does not fit in grey, and why what is missing could not be made."""
+    """Print the comparison, what does not fit in grey."""
     table = Table(title=title, title_justify="left")
     table.add_column("schedule", no_wrap=True)
     for column in ("bubble rate", "makespan", "peak memory", "above bound"):
@@ -219,22 +219,14 @@ def _print_table(rows: list[dict[str, Any]], best: str, title: str) -> None:
     for row in rows:
         table.add_row(
             row["name"],
-            _format(row["bubble_rate"], ".2%"),
-            _format(row["makespan"], ".6g"),
-            _format(row["peak_memory"], ".4g"),
-            _format(row["gap"], ".2%"),
+            f"{row['bubble_rate']:.2%}",
+            f"{row['makespan']:.6g}",
+            f"{row['peak_memory']:.4g}",
+            f"{row['gap']:.2%}",
             "best" if row["name"] == best else "yes" if row["fits"] else "no",
             style="bold" if row["name"] == best else "" if row["fits"] else "dim",
         )
-    console = Console(soft_wrap=True)
-    console.print(table)
-    for row in rows:
-        if row["makespan"] is None:
-            console.print(f"{row['name']}: {row['reason']}", style="dim", highlight=False, markup=False)
-
-
-def _format(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    Console().print(table)
 
 
 def _print_timeline(timeline: Timeline, files: list[Path]) -> None:
