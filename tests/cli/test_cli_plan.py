@@ -81,9 +81,7 @@ def test_the_comparison(faked):
 
 def test_the_comparison_as_json_and_files(faked, tmp_path):
     out = tmp_path / "new" / "plan"
-    result = run(
-        "--ranks", 2, "--microbatches", 4, "--memory", 3, "--costs", "F=2,W=0.5", "--out", out, "--json"
-    )
+    result = run("--ranks", 2, "--microbatches", 4, "--memory", 3, "--costs", "F=2,W=0.5", "--out", out, "--json")
     assert result.exit_code == 0
     told = json.loads(result.stdout)
     assert (told["ok"], told["best"], told["memory_limit"]) == (True, "zb-h2", 3)
@@ -103,9 +101,7 @@ def test_checking_a_file(tmp_path):
     path.write_text(schedule.make("1f1b", ranks=2, microbatches=2).to_csv())
     result = run("--check", path, "--costs", "W=0", "--memory", 2)
     assert result.exit_code == 0
-    assert result.stdout.replace("\n", "").startswith(
-        f"{path}: placed, complete, ordered, executable, in memory"
-    )
+    assert result.stdout.replace("\n", "").startswith(f"{path}: placed, complete, ordered, executable, in memory")
     assert "rank 1 |.  F0 B0 F1 B1 .  |\n" in result.stdout
     told = json.loads(run("--check", path, "--json").stdout)
     assert (told["ok"], told["makespan"], told["peak_memory"]) == (True, 9, 2)

@@ -27,9 +27,7 @@ def invented(draw) -> Schedule:
     m = draw(st.integers(1, 3))
     # Every rank gets one stage, and the rest go anywhere.
     holder = draw(
-        st.permutations(
-            [*range(ranks), *(draw(st.integers(0, ranks - 1)) for _ in range(num_stages - ranks))]
-        )
+        st.permutations([*range(ranks), *(draw(st.integers(0, ranks - 1)) for _ in range(num_stages - ranks))])
     )
     split = {(s, i): draw(st.booleans()) for s in range(num_stages) for i in range(m)}
     actions: list[list] = [[] for _ in range(ranks)]
@@ -51,9 +49,7 @@ def invented(draw) -> Schedule:
         if not options:
             break
         action = draw(st.sampled_from(options))
-        partner = [
-            o for o in options if {o.op, action.op} == {"F", "B"} and holder[o.stage] == holder[action.stage]
-        ]
+        partner = [o for o in options if {o.op, action.op} == {"F", "B"} and holder[o.stage] == holder[action.stage]]
         step = action
         if partner and draw(st.booleans()):
             forward, backward = sorted([action, partner[0]], key=lambda a: a.op != "F")

@@ -19,9 +19,7 @@ def is_valid(schedule: Schedule) -> bool:
                     return False
                 ops.setdefault((action.stage, action.microbatch), []).append(action.op)
     wanted = {(s, i) for s in range(schedule.num_stages) for i in range(schedule.num_microbatches)}
-    if set(ops) != wanted or any(
-        sorted(found) not in (["B", "F"], ["F", "I", "W"]) for found in ops.values()
-    ):
+    if set(ops) != wanted or any(sorted(found) not in (["B", "F"], ["F", "I", "W"]) for found in ops.values()):
         return False
     return _runs(schedule)
 
@@ -31,11 +29,7 @@ def _runs(schedule: Schedule) -> bool:
     left = [list(steps) for steps in schedule.actions]
     done = set()
     while any(left):
-        ready = [
-            steps
-            for steps in left
-            if steps and all(_can_run(schedule, a, done) for a in actions_of(steps[0]))
-        ]
+        ready = [steps for steps in left if steps and all(_can_run(schedule, a, done) for a in actions_of(steps[0]))]
         if not ready:
             return False
         for steps in ready:
@@ -74,9 +68,7 @@ def makespan(schedule: Schedule, costs) -> float:
 
     def cost(op, stage):
         each = {
-            x: getattr(costs, x)[stage]
-            if isinstance(getattr(costs, x), tuple)
-            else getattr(costs, x) * share[stage]
+            x: getattr(costs, x)[stage] if isinstance(getattr(costs, x), tuple) else getattr(costs, x) * share[stage]
             for x in "FIW"
         }
         return each["I"] + each["W"] if op == "B" else each[op]

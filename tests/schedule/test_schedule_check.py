@@ -36,9 +36,7 @@ def test_placed():
         plan("0F0 0B0 0F1", "1F0 1B0"),
         "microbatches count from 0 to 0; got 0F1 (rank 0, step 2). Fix: remove it",
     )
-    rejected(
-        plan("0F0 0B0 2F0", "1F0 1B0"), "stages count from 0 to 1; got 2F0 (rank 0, step 2). Fix: remove it"
-    )
+    rejected(plan("0F0 0B0 2F0", "1F0 1B0"), "stages count from 0 to 1; got 2F0 (rank 0, step 2). Fix: remove it")
 
 
 def test_complete():
@@ -64,9 +62,7 @@ def test_once():
         plan("0F0 0B0 0I0 0W0", "1F0 1B0"),
         rule + "0I0 (rank 0, step 2) beside 0B0 (step 1). Fix: keep 0B0, or 0I0",
     )
-    rejected(
-        plan("0F0 0I0 0W0 0B0", "1F0 1B0"), rule + "0B0 (rank 0, step 3) beside 0I0 (step 1). Fix: keep 0B0"
-    )
+    rejected(plan("0F0 0I0 0W0 0B0", "1F0 1B0"), rule + "0B0 (rank 0, step 3) beside 0I0 (step 1). Fix: keep 0B0")
     rejected(plan("0F0 0B0 0W0", "1F0 1B0"), rule + "0W0 (rank 0, step 2) beside 0B0. Fix: remove 0W0")
 
 
@@ -110,9 +106,7 @@ def test_a_circle_of_overlapped_pairs():
         (Action(0, "F", 0), pair, Action(0, "B", 1)),
         tuple(map(Action.parse, ["1F0", "1F1", "1B0", "1B1"])),
     )
-    rejected(
-        Schedule("mine", 2, TWO, rows), "(0F1;0B0)OVERLAP_F_B (rank 0, step 1) waits for 1B0 (rank 1, step 2)"
-    )
+    rejected(Schedule("mine", 2, TWO, rows), "(0F1;0B0)OVERLAP_F_B (rank 0, step 1) waits for 1B0 (rank 1, step 2)")
 
 
 def test_memory():

@@ -102,12 +102,8 @@ def test_transfers_are_checked_when_read(old, new, message):
 
 
 def test_a_transfer_that_carries_nothing():
-    with pytest.raises(
-        ScheduleError, match=r"that needs it; got 0SEND_F1 \(rank 0, step 3\), which does not"
-    ):
-        schedule.from_csv(
-            COMMS.replace("0SEND_F0", "0SEND_F0,0SEND_F1").replace("1RECV_F0", "1RECV_F0,1RECV_F1")
-        )
+    with pytest.raises(ScheduleError, match=r"that needs it; got 0SEND_F1 \(rank 0, step 3\), which does not"):
+        schedule.from_csv(COMMS.replace("0SEND_F0", "0SEND_F0,0SEND_F1").replace("1RECV_F0", "1RECV_F0,1RECV_F1"))
 
 
 def test_transfers_are_written_only_of_what_can_run():

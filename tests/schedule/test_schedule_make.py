@@ -67,9 +67,7 @@ def test_placements():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(
-        ScheduleError, match=r"known name; got '2f2b'. Fix: use one of gpipe, 1f1b, .*dualpipe-v"
-    ):
+    with pytest.raises(ScheduleError, match=r"known name; got '2f2b'. Fix: use one of gpipe, 1f1b, .*dualpipe-v"):
         schedule.make("2f2b", ranks=2, microbatches=2)
 
 
@@ -84,15 +82,11 @@ def test_numbers_are_whole_and_positive(value):
 
 
 def test_stages_per_rank_where_it_is_fixed():
-    with pytest.raises(
-        ScheduleError, match=r"zb-v has 2 stage\(s\) a rank; got stages_per_rank=3.*interleaved-1f1b"
-    ):
+    with pytest.raises(ScheduleError, match=r"zb-v has 2 stage\(s\) a rank; got stages_per_rank=3.*interleaved-1f1b"):
         schedule.make("zb-v", ranks=2, microbatches=4, stages_per_rank=3)
     assert schedule.make("zb-v", ranks=2, microbatches=4, stages_per_rank=2).num_stages == 4
 
 
 def test_dualpipe_v_says_how_many_microbatches_would_do():
-    with pytest.raises(
-        ScheduleError, match=r"needs at least .* 8 for 4 ranks; got 7. Fix: use 8 or more, or zb-v"
-    ):
+    with pytest.raises(ScheduleError, match=r"needs at least .* 8 for 4 ranks; got 7. Fix: use 8 or more, or zb-v"):
         schedule.make("dualpipe-v", ranks=4, microbatches=7)

@@ -10,9 +10,7 @@ from sternway.schedule import Costs
 
 ROWS = json.loads((Path(__file__).parents[1] / "data" / "zero_bubble.json").read_text())["rows"]
 COSTS = [(1, 1, 1), (1, 1, 0.5), (2, 1, 0.5), (1, 2, 1), (1, 1.5, 0.9), (2, 2, 1), (1, 1, 0)]
-GRID = [
-    (ranks, factor * ranks + extra) for ranks in range(1, 9) for factor, extra in ((1, 0), (2, 0), (3, 1))
-]
+GRID = [(ranks, factor * ranks + extra) for ranks in range(1, 9) for factor, extra in ((1, 0), (2, 0), (3, 1))]
 
 
 def idle(timeline) -> float:

@@ -22,9 +22,7 @@ def test_actions_print_parse_and_sort():
     "text", ["", "F0", "2F", "2X0", "1FOO", "2F0junk", " 2F0", "2f0", "0BW0", "02F0", "2F-1", "²F0"]
 )
 def test_only_actions_parse_as_actions(text):
-    with pytest.raises(
-        ScheduleError, match=r"an action reads as stage, op, microbatch; got .* Fix: write \[stage\]"
-    ):
+    with pytest.raises(ScheduleError, match=r"an action reads as stage, op, microbatch; got .* Fix: write \[stage\]"):
         Action.parse(text)
 
 
@@ -88,9 +86,7 @@ def test_costs_say_what_is_wrong_with_them(options, message):
 
 def test_costs_that_do_not_fit_the_stages():
     s = schedule.make("1f1b", ranks=3, microbatches=3)
-    with pytest.raises(
-        ScheduleError, match=r"one number for each of the 3 stages; got 2 for F. Fix: pass 3 numbers"
-    ):
+    with pytest.raises(ScheduleError, match=r"one number for each of the 3 stages; got 2 for F. Fix: pass 3 numbers"):
         s.simulate(Costs(F=[1.0, 2.0]))
 
 

@@ -45,9 +45,7 @@ def loss(output, target):
 
 
 def text_of(order):
-    return (
-        "\n".join(",".join("" if a is None else str(a) for a in order[rank]) for rank in sorted(order)) + "\n"
-    )
+    return "\n".join(",".join("" if a is None else str(a) for a in order[rank]) for rank in sorted(order)) + "\n"
 
 
 def made_by_torch(name, ranks, microbatches, per_rank, **options):
@@ -90,9 +88,7 @@ def test_torch_reads_what_we_write(name, dialect, tmp_path):
         style = "v" if s.placement[0][-1] == s.num_stages - 1 else "loop"
         path = tmp_path / "schedule.csv"
         path.write_text(s.to_csv(dialect))
-        runtime = theirs._PipelineScheduleRuntime(
-            stages(ranks, s.stages_per_rank, style), microbatches, loss_fn=loss
-        )
+        runtime = theirs._PipelineScheduleRuntime(stages(ranks, s.stages_per_rank, style), microbatches, loss_fn=loss)
         runtime._load_csv(str(path), format=dialect)
         assert runtime.stage_index_to_group_rank == dict(enumerate(s.stage_ranks()))
         read = text_of(runtime.pipeline_order_with_comms)
@@ -118,23 +114,17 @@ def test_torchs_1f1b_order_starts_its_last_rank_at_microbatch_1():
     order = theirs.Schedule1F1B(stages(4, 1)[0], 8, loss_fn=loss)._get_pipeline_order()
     last = [str(a) for a in order[3] if a is not None]
     assert last[:3] == ["3F1", "3B0", "3F2"]
-    with pytest.raises(
-        ScheduleError, match=r"F before I or B .* got 3B0 \(rank 3, step 1\) with 3F0 nowhere"
-    ):
+    with pytest.raises(ScheduleError, match=r"F before I or B .* got 3B0 \(rank 3, step 1\) with 3F0 nowhere"):
         schedule.from_csv(text_of(order)).check()
     # The other ranks are as ours.
     mine = schedule.make("1f1b", ranks=4, microbatches=8)
     for rank in range(3):
-        assert [str(a) for a in order[rank] if a is not None and a.is_compute_op] == list(
-            map(str, mine.actions[rank])
-        )
+        assert [str(a) for a in order[rank] if a is not None and a.is_compute_op] == list(map(str, mine.actions[rank]))
 
 
 def test_torch_accepts_what_we_reject():
     """Faults of torch: a duplicated F passes its validation, and text that is no action passes its reader."""
-    twice = {
-        0: [theirs._Action(0, theirs.F, 0), theirs._Action(0, theirs.F, 0), theirs._Action(0, theirs.B, 0)]
-    }
+    twice = {0: [theirs._Action(0, theirs.F, 0), theirs._Action(0, theirs.F, 0), theirs._Action(0, theirs.B, 0)]}
     theirs._validate_schedule(twice, 1, 1, 1)
     with pytest.raises(ScheduleError, match=r"an action runs once; got 0F0 again \(rank 0, step 1\)"):
         schedule.from_csv(text_of(twice)).check()

@@ -41,12 +41,8 @@ def plan(
     memory_after_i: Annotated[
         float, typer.Option(help="What I leaves of what F kept, until W: 1 all of it, 0 nothing.")
     ] = 1.0,
-    check: Annotated[
-        Path | None, typer.Option(help="Check and time this schedule (.csv or .json) instead.")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Write CSV, JSON, SVG and trace into this directory.")
-    ] = None,
+    check: Annotated[Path | None, typer.Option(help="Check and time this schedule (.csv or .json) instead.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write CSV, JSON, SVG and trace into this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
     """Compare every schedule under a memory limit, search a better one, and draw the best."""
@@ -103,9 +99,7 @@ def _compare(
 ) -> dict[str, Any]:
     """Compare, draw the best, write it; return what ``--json`` prints."""
     with _progress(quiet) as report:
-        comparison = schedule.best(
-            costs, ranks=ranks, microbatches=microbatches, memory_limit=limit, progress=report
-        )
+        comparison = schedule.best(costs, ranks=ranks, microbatches=microbatches, memory_limit=limit, progress=report)
     best = comparison.best
     files = _write(best.timeline, out)
     rows = [
@@ -136,17 +130,13 @@ def _compare(
     }
 
 
-def _check_file(
-    path: Path, costs: Costs, memory: float | None, out: Path | None, *, quiet: bool
-) -> dict[str, Any]:
+def _check_file(path: Path, costs: Costs, memory: float | None, out: Path | None, *, quiet: bool) -> dict[str, Any]:
     """Check and time a user's own schedule; return what ``--json`` prints."""
     found = _read(path).check(memory_limit=memory, costs=costs)
     timeline = found.simulate(costs)
     files = _write(timeline, out)
     if not quiet:
-        typer.echo(
-            f"{path}: placed, complete, ordered, executable" + (", in memory" if memory is not None else "")
-        )
+        typer.echo(f"{path}: placed, complete, ordered, executable" + (", in memory" if memory is not None else ""))
         _print_timeline(timeline, files)
     return {
         "ranks": found.ranks,
@@ -165,9 +155,7 @@ def _read(path: Path) -> Schedule:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError(
-            "a schedule file is text that can be read", got=str(error), fix="check the path"
-        ) from None
+        raise ScheduleError("a schedule file is text that can be read", got=str(error), fix="check the path") from None
     return schedule.from_json(text) if path.suffix == ".json" else schedule.from_csv(text, name=path.stem)
 
 
@@ -188,9 +176,7 @@ def _write(timeline: Timeline, out: Path | None) -> list[Path]:
         for name, text in texts.items():
             (out / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ScheduleError(
-            "--out is a directory to write into", got=str(error), fix="choose another"
-        ) from None
+        raise ScheduleError("--out is a directory to write into", got=str(error), fix="choose another") from None
     return [out / name for name in texts]
 
 

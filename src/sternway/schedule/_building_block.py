@@ -203,11 +203,7 @@ def _read(lanes: Lanes, stages: tuple[int, ...]) -> list[Action]:
     """Return one rank's actions in the order of their slots."""
     a, b = stages
     of_lane = (a, b, b, a)
-    slots = [
-        (slot, Action(of_lane[lane], _OPS[lane], i))
-        for lane in range(_W)
-        for i, slot in enumerate(lanes[lane])
-    ]
+    slots = [(slot, Action(of_lane[lane], _OPS[lane], i)) for lane in range(_W) for i, slot in enumerate(lanes[lane])]
     backwards = [action for _, action in sorted(slots) if action.op == "I"]
     weights = [Action(action.stage, "W", action.microbatch) for action in backwards]
     slots += zip(lanes[_W], weights, strict=True)

@@ -184,9 +184,7 @@ def _raise_too_early(schedule: Schedule, rank: int, step: int, action: Action, n
 def _check_memory(schedule: Schedule, limit: float, costs: Costs) -> None:
     """No rank ever keeps more than the limit."""
     for rank, steps in enumerate(schedule.actions):
-        levels = memory_steps(
-            steps, stages=max(1, len(schedule.placement[rank])), memory_after_i=costs.memory_after_I
-        )
+        levels = memory_steps(steps, stages=max(1, len(schedule.placement[rank])), memory_after_i=costs.memory_after_I)
         for index, (during, after) in enumerate(levels):
             if max(during, after) > limit + _TOLERANCE:
                 raise ScheduleError(

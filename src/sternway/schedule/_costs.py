@@ -123,13 +123,9 @@ class Costs:
 def _amount(name: str, value: object) -> float:
     """Return a cost as a float, or say why it cannot be one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ScheduleError(
-            "a cost is a number", got=f"{name}={value!r}", fix="pass a float, such as a measured time"
-        )
+        raise ScheduleError("a cost is a number", got=f"{name}={value!r}", fix="pass a float, such as a measured time")
     if not math.isfinite(value) or value < 0:
-        raise ScheduleError(
-            "a cost is finite and not negative", got=f"{name}={value!r}", fix="measure it again"
-        )
+        raise ScheduleError("a cost is finite and not negative", got=f"{name}={value!r}", fix="measure it again")
     return float(value)
 
 

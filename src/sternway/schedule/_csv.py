@@ -109,9 +109,7 @@ def from_csv(text: str, *, name: str = "csv", dialect: Dialect | None = None) ->
 
 def _known(dialect: str) -> None:
     if dialect not in _DIALECTS:
-        raise ScheduleError(
-            "torch's CSV has two dialects", got=repr(dialect), fix=f"use one of {', '.join(_DIALECTS)}"
-        )
+        raise ScheduleError("torch's CSV has two dialects", got=repr(dialect), fix=f"use one of {', '.join(_DIALECTS)}")
 
 
 def _cells(line: str) -> Iterator[tuple[int, str]]:

@@ -18,8 +18,7 @@ from sternway.schedule._schedule import Schedule, freeze, single_placement
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """Return the GPipe schedule: one stage a rank, every F before every B."""
     actions = [
-        [Action(rank, "F", i) for i in range(microbatches)]
-        + [Action(rank, "B", i) for i in range(microbatches)]
+        [Action(rank, "F", i) for i in range(microbatches)] + [Action(rank, "B", i) for i in range(microbatches)]
         for rank in range(ranks)
     ]
     return freeze("gpipe", microbatches, single_placement(ranks), actions)

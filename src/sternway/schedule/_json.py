@@ -52,9 +52,7 @@ def from_json(text: str) -> Schedule:
         ) from None
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ScheduleError(
-            f"a schedule file has the format {_FORMAT}", got=repr(found), fix="write it with to_json"
-        )
+        raise ScheduleError(f"a schedule file has the format {_FORMAT}", got=repr(found), fix="write it with to_json")
     if sorted(data) != sorted(_FIELDS):
         raise ScheduleError(
             f"a schedule file has the fields {', '.join(_FIELDS)}",

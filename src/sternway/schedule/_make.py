@@ -69,9 +69,7 @@ def make(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | Non
         ScheduleError: an unknown name, or numbers with which this schedule does not work.
     """
     if name not in _KINDS:
-        raise ScheduleError(
-            "a schedule has a known name", got=repr(name), fix=f"use one of {', '.join(_KINDS)}"
-        )
+        raise ScheduleError("a schedule has a known name", got=repr(name), fix=f"use one of {', '.join(_KINDS)}")
     given = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
     for what, value in given.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

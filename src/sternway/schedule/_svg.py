@@ -85,8 +85,7 @@ def _heading(timeline: Timeline) -> Iterator[str]:
     s = timeline.schedule
     title = f"{s.name}: {s.ranks} ranks, {s.num_microbatches} microbatches"
     numbers = (
-        f"makespan {timeline.makespan:g}, bubble rate {timeline.bubble_rate:.2%}, "
-        f"peak memory {timeline.peak_memory:g}"
+        f"makespan {timeline.makespan:g}, bubble rate {timeline.bubble_rate:.2%}, peak memory {timeline.peak_memory:g}"
     )
     yield f"<title>{escape(title)}</title>"
     yield '<rect width="100%" height="100%" fill="#fff"/>'

@@ -31,9 +31,7 @@ class Transfer:
     def other(self) -> "Transfer":
         """The other side."""
         sends, what = self.op.startswith("SEND"), self.op[-1]
-        up = sends == (
-            what == "F"
-        )  # a sent activation and a received gradient have their other side one stage up
+        up = sends == (what == "F")  # a sent activation and a received gradient have their other side one stage up
         op = f"{'RECV' if sends else 'SEND'}_{what}"
         return Transfer(self.stage + (1 if up else -1), op, self.microbatch)  # type: ignore[arg-type]
 

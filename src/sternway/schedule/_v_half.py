@@ -21,7 +21,5 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
     # Six slots on, a block must not meet itself. For an even number of ranks it would, without these three.
     gap = 3 if ranks % 2 == 0 else 0
     turn = 3 * ranks + gap
-    blocks = [
-        Block((2 * r, 3 * ranks - r - 2, turn + 2 * r - 1, turn + 3 * ranks - r - 2)) for r in range(ranks)
-    ]
+    blocks = [Block((2 * r, 3 * ranks - r - 2, turn + 2 * r - 1, turn + 3 * ranks - r - 2)) for r in range(ranks)]
     return repeat("v-half", blocks, microbatches, limit=2 * ((ranks + 2) // 2))
