@@ -1,7 +1,7 @@
 """How long each action takes and how much it keeps: the measured side of a plan.
 
 A cost is for ONE microbatch through ONE rank's whole share of the model, so that schedules with one stage a
-rank and schedules with several compare on the same work: of a rank's v stages, each costs 1/v. Stages that are
+rank and with several compare on the same work: of a rank's v stages, each costs 1/v. Stages that are
 not equal are given one number each, and those are used as they are.
 
 Memory is in units of what one microbatch's forward keeps on one rank. Of a rank's v stages, each
