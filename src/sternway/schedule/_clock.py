@@ -23,10 +23,15 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When every step of every word starts, and what that scores."""
+    """When every step of every word starts, and what that scores.
+
+    ``places[step]`` has the positions, in its rank's word, of that step's first, second, ... occurrence; ``worst``
+    is the rank with the longest span.
+    """
 
     score: Score
     starts: list[list[float]]
+    places: list[list[int]]
     worst: int
 
 
@@ -36,7 +41,7 @@ def clock(problem: Problem, words: Words) -> Times | None:
     top = problem.num_stages - 1
     arrivals: list[list[float]] = [[] for _ in duration]
     arrivals[0] = [0.0] * problem.microbatches
-    taken = [0] * len(duration)
+    places: list[list[int]] = [[] for _ in duration]
     free = [0.0] * problem.ranks
     starts: list[list[float]] = [[] for _ in words]
     awake = list(range(problem.ranks - 1, -1, -1))
@@ -47,11 +52,11 @@ def clock(problem: Problem, words: Words) -> Times | None:
         word, begun, now = words[rank], starts[rank], free[rank]
         for position in range(len(begun), len(word)):
             step = word[position]
-            index = taken[step]
-            inputs = arrivals[step]
+            inputs, place = arrivals[step], places[step]
+            index = len(place)
             if index >= len(inputs):
                 break  # rank sleeps until the step that delivers this input wakes it
-            taken[step] = index + 1
+            place.append(position)
             if inputs[index] > now:
                 now = inputs[index]
             begun.append(now)
@@ -81,7 +86,7 @@ def clock(problem: Problem, words: Words) -> Times | None:
     spans = [end - begun[0] for end, begun in zip(free, starts, strict=True)]
     longest = max(spans)
     score = Score(*(float(f"{time:.12g}") for time in (longest, max(free), sum(spans))))
-    return Times(score, starts, spans.index(longest))
+    return Times(score, starts, places, spans.index(longest))
 
 
 def peak_memory(problem: Problem, words: Words) -> float:

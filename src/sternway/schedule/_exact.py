@@ -23,18 +23,26 @@ _FRONT = 12
 _ORDER = (1, 0, 2)
 
 
-def branch_and_bound(
-    problem: Problem, words: Words, times: Times, *, goal: float, nodes: int
-) -> tuple[Words, Times, bool]:
-    """Return words at least as good as those given, and whether nothing better was left out.
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """The best plan found, and whether it is certain that there is no better one."""
 
-    Looks at no more than ``nodes`` partial plans, and stops at a span of ``goal``.
+    words: Words
+    times: Times
+    certain: bool
+
+
+def branch_and_bound(problem: Problem, words: Words, times: Times, *, goal: float, nodes: int) -> Solved:
+    """Return words at least as good as those given.
+
+    Looks at no more than ``nodes`` partial plans, and stops at a span of ``goal``, below which there is none.
     """
     tree = _Tree(problem, words, times.score, goal, nodes)
     tree.visit()
     timed = clock(problem, tree.best)
     assert timed is not None, "a plan of the tree runs to its end"
-    return tree.best, timed, tree.nodes > 0
+    straight = problem.ranks == problem.num_stages and problem.leaves <= problem.keeps
+    return Solved(tree.best, timed, timed.score.span <= goal or (straight and tree.nodes > 0))
 
 
 @dataclass(slots=True)

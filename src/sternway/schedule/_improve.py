@@ -1,41 +1,68 @@
-"""Mend a plan where it hurts: move single steps on its critical path, as long as that helps.
+"""Mend a plan where it hurts: move single steps on its critical path, and do not turn back.
 
 The longest span has a reason: a chain of steps, each waiting for the one before it. On one rank the chain is a
 block of steps without a gap; it enters the block at its first step, with something that arrives, and leaves it
 from its last, with something that another rank waits for. Whatever stands between the two and could stand outside
 makes the chain longer than it need be, so the moves tried are: out of the block, before its first step or behind
-its last. (Nowicki and Smutnicki, "A fast taboo search algorithm for the job shop problem", 1996, show that no
-other moves can help; memory and W make our blocks longer than theirs, so steps of each kind are tried.)
+its last.
 
     rank 1   .. [I F W I] ..      W stands between the I that arrives and the I that rank 0 waits for:
     rank 1   .. [I F I W] ..      behind the block it costs the chain nothing
+
+The best move tried is made even if it makes the plan worse, and what it undoes is forbidden for a while, so that the
+search climbs out of dead ends (Nowicki and Smutnicki, "A fast taboo search algorithm for the job shop problem",
+1996). The draws that vary the order of trying have a fixed seed: the same plan always comes out.
 """
 
+import random
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from sternway.schedule._clock import Times, clock
 from sternway.schedule._problem import EPSILON, Problem, Words
 
+_SAMPLE = 12
+_TENURE = 10
+
 
 def improve(problem: Problem, words: Words, times: Times, *, goal: float, tries: int) -> tuple[Words, Times]:
-    """Return words at least as good, after at most ``tries`` timed moves; stops early at a span of ``goal``."""
-    while tries > 0 and times.score.span > goal:
-        for rank, source, target in _moves(problem, words, times):
-            word = words[rank]
-            moved = _moved(word, source, target)
-            if not _sound(problem, moved, min(source, target), max(source, target)):
+    """Return words at least as good, after about ``tries`` timed moves; stops early at a span of ``goal``."""
+    draw = random.Random(0)
+    best = (words, times)
+    forbidden: dict[tuple[int, int], int] = {}
+    round_ = 0
+    while tries > 0 and best[1].score.span > goal:
+        round_ += 1
+        moves = list(_moves(problem, words, times))
+        draw.shuffle(moves)
+        made: tuple[Words, Times, int] | None = None
+        timed = 0
+        for rank, source, target in moves:
+            moved = _moved(words[rank], source, target)
+            if forbidden.get(_name(rank, moved), 0) > round_ or not _sound(problem, moved, source, target):
                 continue
             trial = [*words[:rank], moved, *words[rank + 1 :]]
-            tries -= 1
-            timed = clock(problem, trial)
-            if timed is not None and timed.score < times.score:
-                words, times = trial, timed
+            timed += 1
+            after = clock(problem, trial)
+            if after is not None and (made is None or after.score < made[1].score):
+                made = (trial, after, rank)
+                if after.score < times.score:
+                    break
+            if timed >= _SAMPLE:
                 break
-            if tries <= 0:
-                break
-        else:
+        tries -= max(1, timed)
+        if made is None:
             break
-    return words, times
+        forbidden[_name(made[2], words[made[2]])] = round_ + _TENURE + draw.randrange(_TENURE)
+        words, times = made[0], made[1]
+        if times.score < best[1].score:
+            best = (words, times)
+    return best
+
+
+def _name(rank: int, word: list[int]) -> tuple[int, int]:
+    """Return what to remember a rank's word by."""
+    return rank, hash(tuple(word))
 
 
 def _moved(word: list[int], source: int, target: int) -> list[int]:
@@ -45,80 +72,60 @@ def _moved(word: list[int], source: int, target: int) -> list[int]:
     return rest
 
 
-def _sound(problem: Problem, word: list[int], low: int, high: int) -> bool:
-    """Return whether one rank's word keeps its own order and memory, looking at what a move can have changed."""
-    counts = dict.fromkeys((s for stage in sorted({w // 3 for w in word}) for s in range(3 * stage, 3 * stage + 3)), 0)
-    held = 0.0
+def _sound(problem: Problem, word: list[int], source: int, target: int) -> bool:
+    """Return whether a rank's word keeps its own order and memory, looking only at where a move has changed it."""
+    low, high = min(source, target), max(source, target)
+    before = word[:low]
+    steps = {step for stage in {step // 3 for step in word} for step in range(3 * stage, 3 * stage + 3)}
+    counts = {step: before.count(step) for step in steps}
     change = (problem.keeps, problem.leaves - problem.keeps, -problem.leaves)
-    for position, step in enumerate(word):
-        if position > high:
-            return True
+    held = sum(count * change[step % 3] for step, count in counts.items())
+    for step in word[low : high + 1]:
         kind = step % 3
         counts[step] += 1
         held += change[kind]
-        if position >= low:
-            if held > problem.limit + EPSILON:
-                return False
-            if kind and counts[step] > counts[step - 1]:
-                return False
+        if held > problem.limit + EPSILON or (kind and counts[step] > counts[step - 1]):
+            return False
     return True
 
 
 def _moves(problem: Problem, words: Words, times: Times) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, from, to) for the steps that lengthen the critical path's blocks."""
+    """Yield (rank, from, to) for the steps that lengthen the critical path's blocks: the nearest of each kind."""
     for rank, first, last in _blocks(problem, words, times):
-        if first == last:
-            continue
         word = words[rank]
-        seen = set()
-        for position in range(last - 1, first - 1, -1):  # behind the block: the nearest of each kind
-            if word[position] not in seen and word[position] != word[last]:
+        seen = {word[last]}
+        for position in range(last - 1, first - 1, -1):
+            if word[position] not in seen:
                 seen.add(word[position])
                 yield rank, position, last
-        seen.clear()
-        for position in range(first + 1, last + 1):  # before the block
-            if word[position] not in seen and word[position] != word[first]:
+        seen = {word[first]}
+        for position in range(first + 1, last + 1):
+            if word[position] not in seen:
                 seen.add(word[position])
                 yield rank, position, first
 
 
-def _blocks(problem: Problem, words: Words, times: Times) -> list[tuple[int, int, int]]:
-    """Return the critical path's blocks as (rank, first position, last position), latest first."""
-    places = _places(problem, words)
-    starts, duration = times.starts, problem.duration
+def _blocks(problem: Problem, words: Words, times: Times) -> Iterator[tuple[int, int, int]]:
+    """Yield the critical path's blocks as (rank, first position, last position), latest first."""
+    starts, places, duration = times.starts, times.places, problem.duration
     rank = times.worst
     last = position = len(words[rank]) - 1
-    blocks = []
     while True:
-        start = starts[rank][position]
-        if position:
-            before = position - 1
-            if starts[rank][before] + duration[words[rank][before]] >= start - EPSILON:
-                position = before
-                continue
-        blocks.append((rank, position, last))
-        source = _source(problem, words[rank][position])
+        word, begun = words[rank], starts[rank]
+        while position and begun[position - 1] + duration[word[position - 1]] >= begun[position] - EPSILON:
+            position -= 1
+        yield rank, position, last
+        step = word[position]
+        source = _source(problem, step)
         if source < 0:
-            return blocks
-        index = places[words[rank][position]].index(position)
+            return
         rank = problem.rank_of[source // 3]
-        last = position = places[source][index]
+        last = position = places[source][bisect_left(places[step], position)]
 
 
 def _source(problem: Problem, step: int) -> int:
-    """Return the step on another rank, or stage, that this kind of step waits for; -1 where there is none."""
+    """Return the step that this one's input comes from; negative for the first stage's F, which has none."""
     stage, kind = divmod(step, 3)
-    if kind == 0:
-        return step - 3
     if kind == 1 and stage + 1 < problem.num_stages:
         return step + 3
-    return step - 1
-
-
-def _places(problem: Problem, words: Words) -> list[list[int]]:
-    """Return, for each kind of step, the positions of its first, second, ... in its rank's word."""
-    places: list[list[int]] = [[] for _ in problem.duration]
-    for word in words:
-        for position, step in enumerate(word):
-            places[step].append(position)
-    return places
+    return step - 1 if kind else step - 3

@@ -4,33 +4,42 @@ Why: the named schedules are each best for one shape of costs. Real stages are u
 and memory is what is left over. The zero-bubble paper (arXiv 2401.10241, section 3) searches with an integer
 program; this search needs none, and is never worse on the paper's own rows.
 
-    policies ──▶ list schedules ──▶ the best few ──▶ moves on the critical path ──▶ branch and bound, if tiny
-                      └──────────────── stop wherever the proven lower bound is met ───────────────┘
+    policies ───▶ list schedules ─┐
+    periods  ───▶ patterns ───────┼─▶ the best of each ──▶ moves on the critical path ──▶ branch and bound, if tiny
+    names    ───▶ named schedules ┘
+                  └────────────────── stop wherever the proven lower bound is met ──────────────────┘
 
-Everything is a function of the arguments: no clock, no random numbers. The same call gives the same schedule.
+Everything is a function of the arguments: budgets count steps, not seconds, and draws have a fixed seed. The same
+call gives the same schedule.
 """
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from sternway.schedule._clock import Times, clock
+from sternway.schedule._clock import Times, clock, peak_memory
 from sternway.schedule._costs import Costs
 from sternway.schedule._exact import branch_and_bound
 from sternway.schedule._improve import improve
+from sternway.schedule._knobs import Knobs, grid, near
 from sternway.schedule._list_schedule import Policy, list_schedule
 from sternway.schedule._lower_bound import bound
+from sternway.schedule._named_words import named_words
+from sternway.schedule._pattern import patterns, repeat
 from sternway.schedule._problem import EPSILON, Problem, Words, pose, to_schedule
 from sternway.schedule._schedule import Schedule
 
 Progress = Callable[[int, int], None]
 
-_STEPS = 300_000
-"""How many steps to lay out before being content, over all list schedules; large problems get ``_FEWEST``."""
-_FEWEST, _MOST = 48, 400
-_KEPT = 6
-_TRIES = (100, 400)
-_TINY, _NODES = 72, 20_000
+# Budgets, in steps laid out or timed: what keeps 64 ranks and 512 microbatches within a minute. Each is at least and
+# at most so many plans.
+_LISTS, _FEWEST_LISTS, _MOST_LISTS = 100_000, 40, 300
+_MOVES, _FEWEST_MOVES, _MOST_MOVES = 600_000, 60, 2_000
+_PATTERNS = 12
+_KEPT = 3
+_THOROUGH = 2_000
+"""Problems up to this many steps go on through the grid when they meet the bound, for a shorter makespan."""
+_TINY, _NODES = 100, 20_000
+"""Problems up to this many steps are then solved by branch and bound, over so many partial plans."""
 
 
 def search(
@@ -81,115 +90,106 @@ def search(
 
 def solve(problem: Problem, progress: Progress | None = None) -> Words:
     """Return the best words found for a posed problem."""
-    hunt = _Hunt(problem, progress)
-    return hunt.best()
+    return _Hunt(problem, progress).run()
 
 
 @dataclass(frozen=True, slots=True)
-class _Knobs:
-    """A policy for any number of ranks: its caps follow from how long a microbatch stays away from a rank."""
+class _Found:
+    """A plan, and the knobs that made it, if knobs did."""
 
-    slope: float
-    base: int
-    patience: float
-    forward_first: bool
-    deep_first: bool = True
-
-    def policy(self, problem: Problem) -> Policy:
-        slowest = max(problem.work(rank, (0, 1)) for rank in range(problem.ranks))
-        most = min(problem.microbatches, int(problem.limit / problem.keeps + EPSILON))
-        caps = []
-        for stages in problem.placement:
-            away = problem.turnaround(min(stages), min(stages)) / slowest if slowest else 0.0
-            caps.append(max(1, min(most, self.base + math.ceil(self.slope * away - EPSILON))))
-        return Policy(tuple(caps), self.patience, self.forward_first, self.deep_first)
-
-
-def _grid(problem: Problem) -> Iterator[_Knobs]:
-    """Yield the first knobs to try, the likely ones first."""
-    deep = (True,) if problem.ranks == problem.num_stages else (True, False)
-    for base in (1, 2, 0):
-        for slope in (1.0, 2.0, 1.5, 2.5, 1.25, 1.75, 2.25, 0.75, 0.5, 3.0):
-            for patience in (0.5, 0.0, 1.0):
-                for forward_first in (True, False):
-                    for deep_first in deep:
-                        yield _Knobs(slope, base, patience, forward_first, deep_first)
-
-
-def _near(knobs: _Knobs) -> Iterator[_Knobs]:
-    """Yield knobs that differ a little in one way."""
-    for change in (0.125, -0.125, 0.25, -0.25):
-        yield replace(knobs, slope=max(0.0, knobs.slope + change))
-        yield replace(knobs, patience=max(0.0, knobs.patience + change))
-    for step in (1, -1):
-        yield replace(knobs, base=max(0, knobs.base + step))
-    yield replace(knobs, forward_first=not knobs.forward_first)
+    times: Times
+    words: Words
+    knobs: Knobs | None = None
 
 
 class _Hunt:
-    """One search: what was tried, and the best few plans of it."""
+    """One search: what was tried, and the best few plans of each family."""
 
-    __slots__ = ("found", "goal", "left", "problem", "progress", "total", "tried")
+    __slots__ = ("families", "goal", "lists", "moves", "problem", "progress", "spent", "tried")
 
     def __init__(self, problem: Problem, progress: Progress | None) -> None:
         self.problem, self.progress = problem, progress
         self.goal = bound(problem) * (1 + EPSILON)
-        self.left = self.total = max(_FEWEST, min(_MOST, _STEPS // problem.num_steps))
+        steps = problem.num_steps
+        self.lists = max(_FEWEST_LISTS, min(_MOST_LISTS, _LISTS // steps))
+        self.moves = max(_FEWEST_MOVES, min(_MOST_MOVES, _MOVES // steps))
         self.tried: set[Policy] = set()
-        self.found: list[tuple[Times, Words, _Knobs]] = []
+        self.families: dict[str, list[_Found]] = {"named": [], "list": [], "pattern": []}
+        self.spent = 0
 
-    def best(self) -> Words:
-        for knobs in _grid(self.problem):
-            if self.left <= self.total // 3 or self.met():
-                break
-            self.lay_out(knobs)
-        while self.left > 0 and not self.met():
-            before = self.left
-            for _, _, knobs in list(self.found[:2]):
-                for near in _near(knobs):
-                    self.lay_out(near)
-            if self.left == before:
-                break
-        words = self.mend()
-        self.report(self.total)
-        return words
+    def run(self) -> Words:
+        self.try_lists()
+        if not self.met():
+            for words in named_words(self.problem):
+                self.add("named", words)
+        if not self.met():
+            for pattern in patterns(self.problem)[:_PATTERNS]:
+                self.add("pattern", repeat(self.problem, pattern))
+        best = self.best() if self.met() else self.mend()
+        if best.times.score.span > self.goal and self.problem.num_steps <= _TINY:
+            found = branch_and_bound(self.problem, best.words, best.times, goal=self.goal, nodes=_NODES)
+            best = _Found(found.times, found.words)
+        self.report(self.lists + self.moves - self.spent)
+        return best.words
+
+    def best(self) -> _Found:
+        """Return the best plan so far."""
+        return min((family[0] for family in self.families.values() if family), key=lambda f: f.times.score)
 
     def met(self) -> bool:
-        """Whether the best plan meets the lower bound, so that none can be better."""
-        return bool(self.found) and self.found[0][0].score.span <= self.goal
+        """Return whether the best plan meets the lower bound, so that none can be better."""
+        return any(family and family[0].times.score.span <= self.goal for family in self.families.values())
 
-    def lay_out(self, knobs: _Knobs) -> None:
+    def add(self, family: str, words: Words, knobs: Knobs | None = None) -> None:
+        """Keep a plan if it fits in memory and is among the best of its family."""
+        if peak_memory(self.problem, words) > self.problem.limit + EPSILON:
+            return
+        times = clock(self.problem, words)
+        kept = self.families[family]
+        if times is not None and all(times.score != other.times.score for other in kept):
+            kept.append(_Found(times, words, knobs))
+            kept.sort(key=lambda found: found.times.score)
+            del kept[_KEPT:]
+
+    def try_lists(self) -> None:
+        """Make list schedules: over the grid for a third of the budget, then around the best."""
+        thorough = self.problem.num_steps <= _THOROUGH
+        for knobs in grid(self.problem):
+            if len(self.tried) * 3 >= self.lists or (self.met() and not thorough):
+                break
+            self.try_list(knobs)
+        before = -1
+        while before < len(self.tried) < self.lists and not self.met():
+            before = len(self.tried)
+            for found in self.families["list"][:2]:
+                if found.knobs is not None:
+                    for knobs in near(found.knobs):
+                        self.try_list(knobs)
+        self.report(self.lists - self.spent)
+
+    def try_list(self, knobs: Knobs) -> None:
         """Make one list schedule, unless the same was made before or the budget is spent."""
         policy = knobs.policy(self.problem)
-        if policy in self.tried or self.left <= 0:
-            return
-        self.tried.add(policy)
-        self.left -= 1
-        self.report(self.total - self.left)
-        words = list_schedule(self.problem, policy)
-        times = clock(self.problem, words)
-        assert times is not None, "a list schedule runs to its end"
-        if all(times.score != other.score for other, _, _ in self.found):
-            self.found.append((times, words, knobs))
-            self.found.sort(key=lambda entry: entry[0].score)
-            del self.found[_KEPT:]
+        if policy not in self.tried and len(self.tried) < self.lists:
+            self.tried.add(policy)
+            self.add("list", list_schedule(self.problem, policy), knobs)
+            self.report(1)
 
-    def mend(self) -> Words:
-        """Improve the best few plans, solve a tiny problem outright, and return the best of all."""
-        tries = max(_TRIES[0], min(_TRIES[1], _STEPS // self.problem.num_steps))
-        times, words, _ = self.found[0]
-        if self.met():
-            return words
-        for start, plan, _ in self.found:
-            plan, timed = improve(self.problem, plan, start, goal=self.goal, tries=tries)
-            if timed.score < times.score:
-                times, words = timed, plan
-            if times.score.span <= self.goal:
-                return words
-        if self.problem.num_steps <= _TINY:
-            words, _, _ = branch_and_bound(self.problem, words, times, goal=self.goal, nodes=_NODES)
-        return words
+    def mend(self) -> _Found:
+        """Improve the best plans of each family a little, and the best of those with all that is left."""
+        starts = [found for family in self.families.values() for found in family[:2]]
+        share = self.moves // (2 * len(starts))
+        mended = [self.improved(found, share) for found in starts]
+        best = min(mended, key=lambda found: found.times.score)
+        return self.improved(best, self.moves - share * len(starts))
 
-    def report(self, done: int) -> None:
+    def improved(self, found: _Found, tries: int) -> _Found:
+        words, times = improve(self.problem, found.words, found.times, goal=self.goal, tries=tries)
+        self.report(tries)
+        return _Found(times, words)
+
+    def report(self, more: int) -> None:
+        """Count what is done, and tell."""
+        self.spent += more
         if self.progress is not None:
-            self.progress(done, self.total)
+            self.progress(self.spent, self.lists + self.moves)
