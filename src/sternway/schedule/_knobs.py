@@ -15,6 +15,10 @@ from dataclasses import dataclass, replace
 from sternway.schedule._list_schedule import Policy
 from sternway.schedule._problem import EPSILON, Problem
 
+_WARM_UPS = (
+    *((1.0, 1), (2.25, 0), (1.5, 1), (2.0, 1), (2.0, 2), (1.75, 1), (2.5, 1), (1.25, 1), (2.0, 0), (3.0, 1)),
+    *((0.75, 1), (1.5, 2), (1.75, 0), (2.5, 0), (1.0, 2), (0.5, 1), (2.25, 2), (1.25, 0), (4.0, 1), (1.0, 0)),
+)
 
 @dataclass(frozen=True, slots=True)
 class Knobs:
@@ -40,12 +44,11 @@ class Knobs:
 def grid(problem: Problem) -> Iterator[Knobs]:
     """Yield the first knobs to try, the likely ones first."""
     deep = (True,) if problem.ranks == problem.num_stages else (True, False)
-    for base in (1, 2, 0):
-        for slope in (1.0, 2.0, 1.5, 2.5, 1.25, 1.75, 2.25, 0.75, 0.5, 3.0):
-            for patience in (0.5, 0.0, 1.0):
-                for forward_first in (True, False):
-                    for deep_first in deep:
-                        yield Knobs(slope, base, patience, forward_first, deep_first)
+    for slope, base in _WARM_UPS:
+        for patience in (0.5, 0.0, 1.0):
+            for forward_first in (True, False):
+                for deep_first in deep:
+                    yield Knobs(slope, base, patience, forward_first, deep_first)
 
 
 def near(knobs: Knobs) -> Iterator[Knobs]:

@@ -38,10 +38,10 @@ class Policy:
 
 def list_schedule(problem: Problem, policy: Policy) -> Words:
     """Return the words of the plan that this policy makes; it always ends, and always keeps to the limit."""
-    return _Pass(problem, policy).run()
+    return ListPass(problem, policy).run()
 
 
-class _Pass:
+class ListPass:
     """The state of one pass: who is free when, what has arrived, what each rank holds."""
 
     __slots__ = ("arrivals", "done", "events", "free", "held", "policy", "problem", "reserve", "slots", "words")

@@ -166,11 +166,7 @@ class _View:
     def holding(self, work: float) -> float:
         """Return the span of [5]; ``work`` is a span that is already proven."""
         problem = self.problem
-        held = 0.0
-        for stage in problem.placement[self.rank]:
-            forward, backward, weight = problem.duration[3 * stage : 3 * stage + 3]
-            full = forward + problem.turnaround(stage, stage) + backward
-            held += problem.keeps * full + problem.leaves * weight
+        held = problem.holding(self.rank)
         unit = max(problem.keeps, problem.leaves)
         limit = min(problem.limit, self.forwards * unit)
         missing = _missing(limit, unit)

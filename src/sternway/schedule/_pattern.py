@@ -20,7 +20,7 @@ from sternway.schedule._problem import EPSILON, Problem, Words
 
 _STRETCHES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
 _GROWTH = 1.01
-_PERIODS = 240
+_PERIODS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,14 @@ class Pattern:
     starts: tuple[float, ...]
 
 
-def patterns(problem: Problem) -> list[Pattern]:
-    """Return patterns that keep to the limit, the fastest first."""
+def patterns(problem: Problem, most: int) -> list[Pattern]:
+    """Return up to ``most`` patterns that keep to the limit, the fastest first, two of each period at most."""
     found = {pattern for stretch in _stretches(problem) for pattern in _fastest(problem, stretch)}
-    return sorted(found, key=lambda pattern: (pattern.period, pattern.starts))
+    chosen: list[Pattern] = []
+    for pattern in sorted(found, key=lambda pattern: (pattern.period, pattern.starts)):
+        if len(chosen) < 2 or chosen[-2].period < pattern.period:
+            chosen.append(pattern)
+    return chosen[:most]
 
 
 def repeat(problem: Problem, pattern: Pattern) -> Words:
@@ -54,14 +58,14 @@ def repeat(problem: Problem, pattern: Pattern) -> Words:
 
 def _stretches(problem: Problem) -> Iterator[tuple[float, float]]:
     """Yield how long to wait at every stage on the way up and down, in parts of a step: slack that dodges clashes."""
-    if problem.num_stages > 64:
-        return iter([(0.0, 0.0), (0.5, 0.0), (0.0, 0.5)])
+    if problem.num_stages > 24:
+        return iter([(0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (0.25, 0.25)])
     return iter([(up, down) for up in _STRETCHES for down in _STRETCHES])
 
 
 def _fastest(problem: Problem, stretch: tuple[float, float]) -> Iterator[Pattern]:
     """Yield the pattern with the shortest period at which it fits both the ranks and the limit."""
-    period = max(problem.work(rank) for rank in range(problem.ranks))
+    period = max(max(problem.work(rank), problem.holding(rank) / problem.limit) for rank in range(problem.ranks))
     for _ in range(_PERIODS if period > 0 else 0):
         starts = _lay_out(problem, period, stretch)
         if starts is not None and _peak(problem, period, starts) <= problem.limit + EPSILON:

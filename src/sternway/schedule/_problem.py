@@ -79,6 +79,14 @@ class Problem:
             return forward
         return forward + self.duration[3 * top + 1] + self.backward_lag(top, up) - self.duration[3 * up + 1]
 
+    def holding(self, rank: int) -> float:
+        """Return what a rank holds for one microbatch, times how long, if nothing is held longer than it must be."""
+        held = []
+        for stage in self.placement[rank]:
+            forward, backward, weight = self.duration[3 * stage : 3 * stage + 3]
+            held.append(self.keeps * (forward + self.turnaround(stage, stage) + backward) + self.leaves * weight)
+        return math.fsum(held)
+
 
 def pose(
     costs: Costs, *, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1

@@ -26,6 +26,7 @@ from sternway.schedule._lower_bound import bound
 from sternway.schedule._named_words import named_words
 from sternway.schedule._pattern import patterns, repeat
 from sternway.schedule._problem import EPSILON, Problem, Words, pose, to_schedule
+from sternway.schedule._refill import refill
 from sternway.schedule._schedule import Schedule
 
 Progress = Callable[[int, int], None]
@@ -34,7 +35,8 @@ Progress = Callable[[int, int], None]
 # at most so many plans.
 _LISTS, _FEWEST_LISTS, _MOST_LISTS = 100_000, 40, 300
 _MOVES, _FEWEST_MOVES, _MOST_MOVES = 600_000, 60, 2_000
-_PATTERNS = 12
+_PATTERNS = 8
+_PATIENCES = (0.5, 1.0)
 _KEPT = 3
 _THOROUGH = 2_000
 """Problems up to this many steps go on through the grid when they meet the bound, for a shorter makespan."""
@@ -121,10 +123,10 @@ class _Hunt:
         self.try_lists()
         if not self.met():
             for words in named_words(self.problem):
-                self.add("named", words)
+                self.add_refilled("named", words)
         if not self.met():
-            for pattern in patterns(self.problem)[:_PATTERNS]:
-                self.add("pattern", repeat(self.problem, pattern))
+            for pattern in patterns(self.problem, _PATTERNS):
+                self.add_refilled("pattern", repeat(self.problem, pattern))
         best = self.best() if self.met() else self.mend()
         if best.times.score.span > self.goal and self.problem.num_steps <= _TINY:
             found = branch_and_bound(self.problem, best.words, best.times, goal=self.goal, nodes=_NODES)
@@ -151,11 +153,19 @@ class _Hunt:
             kept.sort(key=lambda found: found.times.score)
             del kept[_KEPT:]
 
+    def add_refilled(self, family: str, words: Words) -> None:
+        """Add a plan as it is and with its W placed anew."""
+        self.add(family, words)
+        for patience in _PATIENCES:
+            refilled = refill(self.problem, words, patience)
+            if refilled is not None:
+                self.add(family, refilled)
+
     def try_lists(self) -> None:
-        """Make list schedules: over the grid for a third of the budget, then around the best."""
+        """Make list schedules: over the grid for half of the budget, then around the best."""
         thorough = self.problem.num_steps <= _THOROUGH
         for knobs in grid(self.problem):
-            if len(self.tried) * 3 >= self.lists or (self.met() and not thorough):
+            if len(self.tried) * 2 >= self.lists or (self.met() and not thorough):
                 break
             self.try_list(knobs)
         before = -1
