@@ -181,7 +181,9 @@ class _Tree:
         return False
 
     def keep(self) -> None:
-        """Take a complete plan as the best if it is."""
+        """Take the plan as the best if it is complete, not stuck for memory, and better."""
+        if sum(map(len, self.words)) < self.problem.num_steps:
+            return
         timed = clock(self.problem, self.words)
         if timed is not None and timed.score < self.score:
             self.best = [list(word) for word in self.words]
