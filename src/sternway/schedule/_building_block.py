@@ -8,16 +8,16 @@ lives decides how much memory is kept.
 Paper: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362. On rank r, a is stage r
 and b is stage 2 p - 1 - r:
 
-    slot      0   1   2   3   4   5   6   7   8   9  10  11  12        V-Min on two ranks:
-    rank 0   aF0 .   .  bF0 bI0 .  [aF1] aI0 .   .   .   .             [..] the next microbatch, six slots on
-    rank 1   .  aF0 bF0 .   .  bI0 aI0 [aF1] .
+    slot     0   1   2   3   4   5   6   7   8   9  10  11  12       V-Min on two ranks
+    rank 0  aF0  .   .  bF0 bI0  .  aF1 aI0  .  bF1 bI1  .  aF2      one microbatch, and the next six slots on
+    rank 1   .  aF0 bF0  .   .  bI0 aI0 aF1 bF1  .   .  bI1 aI1
 
 The block alone is right in the steady state and slack at both ends. So, in three passes:
 
-    1. repeat the block, and put each W into the first free slot after its I 2. pull every action forward
-    into the earliest free slot after what it needs, if memory allows 3. once the first rank has run its
-    last F, F and I are worth more than W: pull those forward again as if no W were
-       there, if memory still allows, and put the W's into what is left
+    1. repeat the block, and put each W into the first free slot after its I
+    2. pull every action forward into the earliest free slot after what it needs, if memory allows
+    3. once the first rank has run its last F, F and I are worth more than W: pull those forward again
+       as if no W were there, if memory still allows, and put the W's into what is left
 """
 
 from bisect import insort
@@ -36,7 +36,7 @@ Lanes = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One microbatch on one rank: F of its first stage and of its second, I of the second and of the first."""
+    """One microbatch on one rank: F of its first stage, F of its second, I of that, I of the first."""
 
     slots: tuple[int, int, int, int]
 
@@ -96,8 +96,8 @@ def _pull_forward(ranks: list[Lanes], limit: int) -> None:
     horizon = 2 + max(slot for lanes in ranks for lane in lanes for slot in lane)
     taken = [bytearray(horizon) for _ in ranks]
     for rank, lanes in enumerate(ranks):
-        for lane in lanes:
-            for slot in lane:
+        for row in lanes:
+            for slot in row:
                 taken[rank][slot] = 1
     kept = [_kept(lanes, horizon) for lanes in ranks]
     backwards: list[list[int]] = [[] for _ in ranks]
@@ -106,22 +106,27 @@ def _pull_forward(ranks: list[Lanes], limit: int) -> None:
             first = max(backwards[rank][i], ranks[rank][_W][i - 1] if i else -1) + 1
         else:
             first = _needs(ranks, rank, lane, i) + 1
-        free, levels, best = taken[rank], kept[rank], slot
-        for earlier in range(slot - 1, first - 1, -1):
-            if lane <= _BF and levels[earlier] >= limit:
-                break
-            if not free[earlier]:
-                best = earlier
-        free[slot], free[best] = 0, 1
+        best = _earliest(taken[rank], first, slot, kept[rank] if lane <= _BF else None, limit)
+        taken[rank][slot], taken[rank][best] = 0, 1
         ranks[rank][lane][i] = best
         if lane <= _BF:
             for between in range(best, slot):
-                levels[between] += 1
+                kept[rank][between] += 1
         elif lane == _W:
             for between in range(best + 1, slot + 1):
-                levels[between] -= 1
+                kept[rank][between] -= 1
         else:
             insort(backwards[rank], best)
+
+
+def _earliest(taken: bytearray, first: int, slot: int, kept: list[int] | None, limit: int) -> int:
+    """Return the earliest free slot from ``first`` on with memory to spare until ``slot``, or ``slot``."""
+    # Almost always there is none, and the search for it is C's.
+    free = taken.find(0, first, slot)
+    if free >= 0 and kept is not None:
+        full = next((at for at in range(slot - 1, free - 1, -1) if kept[at] >= limit), free - 1)
+        free = taken.find(0, full + 1, slot)
+    return free if free >= 0 else slot
 
 
 def _kept(lanes: Lanes, horizon: int) -> list[int]:
@@ -161,7 +166,11 @@ def _drain(ranks: list[Lanes], limit: int) -> None:
         for lane in range(_W):
             for slot in lanes[lane]:
                 grid[slot] = 1 if lane <= _BF else -1
-    before = [_run(grid[:start], 0, 0, limit) for grid in grids]
+    before = []
+    for grid in grids:
+        state = _run(grid[:start], 0, 0, limit)
+        assert state is not None, "pass 2 keeps to the limit, and W's cannot come any earlier than here"
+        before.append(state)
     for slot, rank, lane, i in _in_slot_order(ranks, lanes=_W, after=start):
         grid = grids[rank]
         kind = grid[slot]

@@ -3,7 +3,7 @@
 Placed in a V like ZB-V: rank r holds stages r (a) and 2 p - 1 - r (b). In the steady state a rank runs
 two overlapped pairs in turn, aF with bB and bF with aB. An overlapped pair takes the time of both; what
 it saves is communication inside a stage (expert parallelism's all-to-all), which these costs do not have.
-So under plain costs ZB-V is never worse, and this schedule is for runtimes that do overlap.
+So under plain costs ZB-V idles less; this schedule is for runtimes that do overlap.
 
 Paper: DeepSeek-AI, DeepSeek-V3, arXiv 2412.19437, section 3.2.1; the "cut in half" V form is that of
 their DualPipe repository and of torch.distributed.pipelining. It needs at least 2 p microbatches.
@@ -12,6 +12,11 @@ their DualPipe repository and of torch.distributed.pipelining. It needs at least
     (aF+bB  bF+aB) × (m - 2p + r + 1)                             + marks an overlapped pair
     (bB  bF+aB) × (p-r-1)   (bB aB) × (r+1)                       the second half as I, its W kept
     (W  aI) × (p-r-1)   W × (r+1)                                 the W's kept, in order
+
+2 ranks, 4 microbatches, F = I = W:
+
+    rank 0 |F0- F1 F2- F'0 I'0W'0 F'1 +3-------- .  +'2------- B'2--- .   +'3------- B'3--- I2- W2- I3 W3- |
+    rank 1 |.   F0 F'0 F1- F'1F2- B'0--- +'2------- +3-------- +'3------- B'2--- B2----- .  I'3 I3- W'3W3- |
 """
 
 from collections import deque

@@ -5,8 +5,10 @@ its memory grows with their number; 1F1B has the same idle time with less memory
 
 Paper: Huang et al., GPipe, arXiv 1811.06965.
 
-    rank 0   F0 F1 F2                B0 B0 B1 B1 B2 B2
-    rank 1      F0 F1 F2 B0 B0 B1 B1 B2 B2                     (B takes two slots)
+2 ranks, 3 microbatches, F = I = W:
+
+    rank 0 |F0 F1 F2 .        B0--- B1--- B2--- |
+    rank 1 |.  F0 F1 F2 B0--- B1--- B2--- .     |
 """
 
 from sternway.schedule._action import Action

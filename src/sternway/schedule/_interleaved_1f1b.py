@@ -7,8 +7,10 @@ microbatches goes through all of a rank's stages before the next round starts.
 Paper: Narayanan et al., Megatron-LM, arXiv 2104.04473. There the number of microbatches is a multiple of
 the ranks; here rounds may differ by one (see ``_rounds``), so that any number works.
 
-    rank 0   0F0 0F1 2F0 2F1 .   .   2B0 2B0 .   2B1 2B1 0B0 0B0 0B1 0B1
-    rank 1       1F0 1F1 3F0 3B0 3B0 3F1 3B1 3B1 1B0 1B0 1B1 1B1
+2 ranks, 2 microbatches, F = I = W:
+
+    rank 0 |F0- F1- F'0 F'1 .       B'0---- .   B'1---- B0----- B1----- |
+    rank 1 |.   F0- F1- F'0 B'0---- F'1 B'1---- B0----- B1----- .       |
 """
 
 from sternway.schedule._action import Action

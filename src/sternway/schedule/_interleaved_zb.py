@@ -6,8 +6,10 @@ at the end.
 Papers: Qi et al., arXiv 2401.10241; Narayanan et al., arXiv 2104.04473. torch.distributed.pipelining has
 it as InterleavedZeroBubble; rounds are those of ``_rounds``, so that any number of microbatches works.
 
-    rank 0   0F0 0F1 2F0 2F1 .   2I0 2W0 2I1 2W1 .   .   0I0 0W0 0I1 0W1
-    rank 1       1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+2 ranks, 2 microbatches, F = I = W:
+
+    rank 0 |F0- F1- F'0 F'1 .   I'0 W'0 I'1 W'1 I0- W0- I1- W1- |
+    rank 1 |.   F0- F1- F'0 I'0 F'1 I'1 W'0 I0- W'1 I1- W0- W1- |
 """
 
 from sternway.schedule._rounds import in_rounds, rounds

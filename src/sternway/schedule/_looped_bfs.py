@@ -6,8 +6,10 @@ keeps every microbatch.
 
 Paper: Lamy-Poirier, Breadth-First Pipeline Parallelism, arXiv 2211.05953.
 
-    rank 0   0F0 0F1 2F0 2F1         2B1 2B1 2B0 2B0 0B1 0B1 0B0 0B0
-    rank 1       1F0 1F1 3F0 3F1 3B1 3B1 3B0 3B0 1B1 1B1 1B0 1B0
+2 ranks, 2 microbatches, F = I = W:
+
+    rank 0 |F0- F1- F'0 F'1 .           B'1---- B'0---- B1----- B0----- |
+    rank 1 |.   F0- F1- F'0 F'1 B'1---- B'0---- B1----- B0----- .       |
 """
 
 from sternway.schedule._action import Action

@@ -6,8 +6,10 @@ GPipe's.
 
 Papers: Harlap et al., PipeDream, arXiv 1806.03377; Narayanan et al., arXiv 2006.09503 (1F1B with flush).
 
-    rank 0   F0 F1          B0 B0 F2    B1 B1    B2 B2
-    rank 1      F0 B0 B0 F1 B1 B1    F2 B2 B2                  (B takes two slots)
+2 ranks, 3 microbatches, F = I = W:
+
+    rank 0 |F0 F1 .     B0--- F2 B1--- .  B2--- |
+    rank 1 |.  F0 B0--- F1 B1--- F2 B2--- .     |
 """
 
 from sternway.schedule._action import Action

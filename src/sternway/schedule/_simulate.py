@@ -12,6 +12,7 @@ rank up. Ranks that have to wait are parked at the action they wait for, so that
 twice.
 """
 
+import math
 from collections import deque
 
 from sternway.errors import ScheduleError
@@ -62,7 +63,7 @@ class _Run:
     def advance(self, rank: int) -> list[int]:
         """Run a rank until it has to wait or is done; return the ranks that can go on because of it."""
         steps, events, causes = self.schedule.actions[rank], self.events[rank], self.causes[rank]
-        ends, makers, comm, cost = self.ends, self.makers, self.costs.comm, self.costs.of
+        ends, makers, comm, cost, keys = self.ends, self.makers, self.costs.comm, self.costs.of, self.keys
         last = events[-1] if events else None
         woken: list[int] = []
         for index in range(len(events), len(steps)):
@@ -70,8 +71,8 @@ class _Run:
             start, cause = (last.end, last) if last else (0.0, None)
             length, made = 0.0, []
             for action in parts(step):
-                makes, *needs = self.keys(action)
-                for need in needs:
+                makes, one, other = keys(action)
+                for need in (one, other):
                     if need < 0:
                         continue
                     end = ends[need]
@@ -118,7 +119,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:  # noqa: B
     run = _Run(schedule, per_stage)
     _run_all(run)
     events = tuple(tuple(rank) for rank in run.events)
-    busy = tuple(sum(e.end - e.start for e in rank) for rank in events)
+    busy = tuple(math.fsum(e.end - e.start for e in rank) for rank in events)
     spans = tuple(rank[-1].end - rank[0].start if rank else 0.0 for rank in events)
     makespan = max((rank[-1].end for rank in events if rank), default=0.0)
     cost, work = max(spans), max(busy)
@@ -129,9 +130,9 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:  # noqa: B
         events=events,
         makespan=makespan,
         busy=busy,
-        idle=tuple(span - used for span, used in zip(spans, busy, strict=True)),
+        idle=tuple(max(0.0, span - used) for span, used in zip(spans, busy, strict=True)),
         cost=cost,
-        bubble_rate=(cost - work) / cost if cost > 0 else 0.0,
+        bubble_rate=max(0.0, (cost - work) / cost) if cost > 0 else 0.0,  # rounding may leave less than none
         peaks=tuple(
             peak(steps, stages=max(1, len(stages)), memory_after_i=costs.memory_after_I)
             for steps, stages in zip(schedule.actions, schedule.placement, strict=True)

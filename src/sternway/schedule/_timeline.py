@@ -54,7 +54,7 @@ class Timeline:
         >>> from sternway import schedule
         >>> t = schedule.make("1f1b", ranks=2, microbatches=4).simulate()
         >>> t.makespan, t.idle, t.bubble_rate, t.peak_memory
-        (15.0, (3.0, 1.0), 0.2, 2.0)
+        (15.0, (3.0, 0.0), 0.2, 2.0)
 
     Attributes:
         schedule: what was timed.
@@ -97,13 +97,13 @@ class Timeline:
         stages = max(1, len(self.schedule.placement[rank]))
         steps = self.schedule.actions[rank]
         levels = memory_steps(steps, stages=stages, memory_after_i=self.costs.memory_after_I)
-        curve, level = [(0.0, 0.0)], 0.0
+        curve = [(0.0, 0.0)]
         for event, (during, after) in zip(self.events[rank], levels, strict=True):
-            if during != level:
-                curve.append((event.start, during))
-            if after != during:
-                curve.append((event.end, after))
-            level = after
+            for time, level in ((event.start, during), (event.end, after)):
+                if time == curve[-1][0]:  # what is freed and taken at the same time was never free
+                    curve.pop()
+                if not curve or level != curve[-1][1]:
+                    curve.append((time, level))
         return tuple(curve)
 
     def to_chrome_trace(self) -> str:

@@ -5,6 +5,11 @@ one, backward likewise. A rank keeps at most (p + 2) // 2 microbatches. Where F,
 the idle time is at most 3 p / 2 of them, against 3 (p - 1) for 1F1B.
 
 Paper: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362; see ``_building_block``.
+
+2 ranks, 3 microbatches, F = I = W:
+
+    rank 0 |F0- F1- F2- F'0 I'0 W'0 F'1 I'1 I0- W'1 W0- F'2 I'2 I1- W'2 I2- W1- W2- .   |
+    rank 1 |.   F0- F'0 F1- F'1 I'0 I0- W'0 F2- W0- F'2 I'1 I1- I'2 I2- W'1 W1- W'2 W2- |
 """
 
 from sternway.schedule._building_block import Block, repeat

@@ -6,6 +6,11 @@ take equal time, the idle time is at most 2 p of them, against 3 (p - 1) for 1F1
 ranks wait for each other in every block, and V-Half is the better choice.
 
 Paper: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362; see ``_building_block``.
+
+2 ranks, 3 microbatches, F = I = W:
+
+    rank 0 |F0- F1- F2- F'0 I'0 W'0 F'1 I0- I'1 W0- W'1 I1- W1- F'2 I'2 W'2 .   I2- W2- |
+    rank 1 |.   F0- F'0 F1- F'1 I'0 I0- W'0 F2- I'1 I1- W0- F'2 W'1 W1- I'2 I2- W'2 W2- |
 """
 
 from sternway.schedule._building_block import Block, repeat

@@ -7,8 +7,10 @@ W).
 
 Paper: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.1 and figure 2.
 
-    rank 0   F0 F1 .  I0 W0 F2 I1 W1 .  I2 W2
-    rank 1      F0 I0 F1 I1 W0 F2 I2 W1 W2
+2 ranks, 3 microbatches, F = I = W:
+
+    rank 0 |F0 F1 .  I0 W0 F2 I1 W1 I2 W2 |
+    rank 1 |.  F0 I0 F1 I1 W0 F2 I2 W1 W2 |
 """
 
 from sternway.schedule._schedule import Schedule, freeze, single_placement

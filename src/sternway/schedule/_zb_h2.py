@@ -6,8 +6,10 @@ microbatches. The idle time is (p - 1)(F + I - 2 W), or none.
 
 Paper: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.2 and figure 3.
 
-    rank 0   F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
-    rank 1      F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+2 ranks, 4 microbatches, F = I = W:
+
+    rank 0 |F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3 .  |
+    rank 1 |.  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3 |
 """
 
 from sternway.schedule._schedule import Schedule, freeze, single_placement

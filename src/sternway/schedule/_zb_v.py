@@ -12,6 +12,11 @@ The steps of rank r, with a = stage r and b = stage 2 p - 1 - r:
     aF × (2(p - r) - 1)   (bF aF) × r   (bF bI bW) × (p - r)      warm-up
     (aF aI aW bF bI bW) ...                                       until every forward has run
     (aI bI) × r   (aI aW) × (p - r)   then what is left of W      cool-down
+
+2 ranks, 3 microbatches, F = I = W:
+
+    rank 0 |F0- F1- F2- F'0 I'0 W'0 F'1 I'1 W'1 I0- W0- F'2 I'2 W'2 I1- W1- I2- W2- .   |
+    rank 1 |.   F0- F'0 F1- F'1 I'0 W'0 F2- I0- W0- F'2 I'1 W'1 I1- I'2 I2- W1- W'2 W2- |
 """
 
 from sternway.schedule._action import Action
