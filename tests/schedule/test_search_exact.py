@@ -29,7 +29,9 @@ def optimum(costs, *, ranks, microbatches, memory_limit, stages_per_rank=1):
     rank_of = {stage: rank for rank, held in enumerate(placement) for stage in held}
     steps = list(itertools.product(range(num_stages), "FIW", range(microbatches)))
     index = {step: i for i, step in enumerate(steps)}
-    chain = {(s, "F"): s for s in range(num_stages)} | {(s, "I"): 2 * num_stages - 1 - s for s in range(num_stages)}
+    chain = {(s, "F"): s for s in range(num_stages)} | {
+        (s, "I"): 2 * num_stages - 1 - s for s in range(num_stages)
+    }
 
     def precedes(a, b):
         """Whether a comes before b in every plan: the same microbatch or an earlier one, and its turn is earlier."""
@@ -71,7 +73,10 @@ def optimum(costs, *, ranks, microbatches, memory_limit, stages_per_rank=1):
         at_least(stages.of(a[1], a[0]) - horizon, (index[b], 1), (index[a], -1), (order, -horizon))
         at_least(stages.of(b[1], b[0]), (index[a], 1), (index[b], -1), (order, horizon))
     for stage, op, i in steps:
-        head = sum(stages.F[s] + (stages.comm if rank_of[s] != rank_of[s + 1] else 0) for s in range(min(placement[rank_of[stage]])))
+        head = sum(
+            stages.F[s] + (stages.comm if rank_of[s] != rank_of[s + 1] else 0)
+            for s in range(min(placement[rank_of[stage]]))
+        )
         at_least(stages.of(op, stage) - head, (span, 1), (index[stage, op, i], -1))
         if op == "F":
             amount, terms = memory_limit - stages.keeps[stage], []

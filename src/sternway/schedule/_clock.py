@@ -1,7 +1,9 @@
 """The search's own stopwatch: the same times as ``simulate``, over words of integers, for thousands of plans.
 
-A step starts when its rank is free and its input is there. Words fix each rank's order, so one pass decides all
-times: take a rank, run its steps until one waits for another rank, and take that rank up again when it delivers.
+A step starts when its rank is free and its input is there. Words fix each rank's order, so one pass decides
+all
+times: take a rank, run its steps until one waits for another rank, and take that rank up again when it
+    delivers.
 """
 
 from dataclasses import dataclass
@@ -25,8 +27,8 @@ class Score:
 class Times:
     """When every step of every word starts, and what that scores.
 
-    ``places[step]`` has the positions, in its rank's word, of that step's first, second, ... occurrence; ``worst``
-    is the rank with the longest span.
+    ``places[step]`` has the positions, in its rank's word, of that step's first, second, ... occurrence;
+    ``worst`` is the rank with the longest span.
     """
 
     score: Score

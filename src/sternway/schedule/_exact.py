@@ -1,17 +1,18 @@
 """Small problems, solved outright: branch and bound over what each rank could do next.
 
-Why: with a handful of microbatches a list schedule can be a step off the best, and the whole tree is small enough
-to look through. Branching is Giffler and Thompson's ("Algorithms for solving production-scheduling problems",
-1960): of all steps that could come next, take the one that would end first; some step on its rank must start
-before that end, or it could be slipped in for free. So only that rank's steps that start before then are tried.
+Why: with a handful of microbatches a list schedule can be a step off the best, and the whole tree is small
+enough to look through. Branching is Giffler and Thompson's ("Algorithms for solving production-scheduling
+problems", 1960): of all steps that could come next, take the one that would end first; some step on its
+rank must start before that end, or it could be slipped in for free. So only that rank's steps that start
+before then are tried.
 
               could end first: I on rank 1, at 7
     rank 0    .. F F|          F at 5..8          not looked at yet
     rank 1    .. F|            I at 5..7, W at 5..6.5, F at 6..9      three branches; an F at 7 would be none
 
-With one stage a rank this is exact: a step slipped in earlier delays nobody, and an F that fits in memory now, being
-the next F of its rank, still fits wherever it is slipped in. With several, another stage's F may need that memory,
-and the tree is only a good part of all plans.
+With one stage a rank this is exact: a step slipped in earlier delays nobody, and an F that fits in memory
+now, being the next F of its rank, still fits wherever it is slipped in. With several, another stage's F may
+need that memory, and the tree is only a good part of all plans.
 """
 
 from dataclasses import dataclass, field
@@ -88,7 +89,10 @@ class _Tree:
 
     def branches(self) -> list[tuple[int, int, float]]:
         """Return (rank, step, start) for the steps that may come next."""
-        problem, limit = self.problem, self.problem.limit + EPSILON - max(self.problem.keeps, self.problem.leaves)
+        problem, limit = (
+            self.problem,
+            self.problem.limit + EPSILON - max(self.problem.keeps, self.problem.leaves),
+        )
         soonest, chosen = float("inf"), -1
         ready: list[list[tuple[float, int]]] = []
         for rank, stages in enumerate(problem.placement):

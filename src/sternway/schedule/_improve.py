@@ -1,17 +1,18 @@
 """Mend a plan where it hurts: move single steps on its critical path, and do not turn back.
 
-The longest span has a reason: a chain of steps, each waiting for the one before it. On one rank the chain is a
-block of steps without a gap; it enters the block at its first step, with something that arrives, and leaves it
-from its last, with something that another rank waits for. Whatever stands between the two and could stand outside
-makes the chain longer than it need be, so the moves tried are: out of the block, before its first step or behind
-its last.
+The longest span has a reason: a chain of steps, each waiting for the one before it. On one rank the chain
+is a block of steps without a gap; it enters the block at its first step, with something that arrives, and
+leaves it from its last, with something that another rank waits for. Whatever stands between the two and
+could stand outside makes the chain longer than it need be, so the moves tried are: out of the block, before
+its first step or behind its last.
 
     rank 1   .. [I F W I] ..      W stands between the I that arrives and the I that rank 0 waits for:
     rank 1   .. [I F I W] ..      behind the block it costs the chain nothing
 
-The best move tried is made even if it makes the plan worse, and what it undoes is forbidden for a while, so that the
-search climbs out of dead ends (Nowicki and Smutnicki, "A fast taboo search algorithm for the job shop problem",
-1996). The draws that vary the order of trying have a fixed seed: the same plan always comes out.
+The best move tried is made even if it makes the plan worse, and what it undoes is forbidden for a while, so
+that the search climbs out of dead ends (Nowicki and Smutnicki, "A fast taboo search algorithm for the job
+shop problem", 1996). The draws that vary the order of trying have a fixed seed: the same plan always comes
+out.
 """
 
 import random
@@ -73,7 +74,7 @@ def _moved(word: list[int], source: int, target: int) -> list[int]:
 
 
 def _sound(problem: Problem, word: list[int], source: int, target: int) -> bool:
-    """Return whether a rank's word keeps its own order and memory, looking only at where a move has changed it."""
+    """Return whether a rank's word keeps its own order and memory, where a move has changed it."""
     low, high = min(source, target), max(source, target)
     before = word[:low]
     steps = {step for stage in {step // 3 for step in word} for step in range(3 * stage, 3 * stage + 3)}
@@ -90,7 +91,7 @@ def _sound(problem: Problem, word: list[int], source: int, target: int) -> bool:
 
 
 def _moves(problem: Problem, words: Words, times: Times) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, from, to) for the steps that lengthen the critical path's blocks: the nearest of each kind."""
+    """Yield (rank, from, to) for steps that lengthen the critical path's blocks: the nearest of each."""
     for rank, first, last in _blocks(problem, words, times):
         word = words[rank]
         seen = {word[last]}

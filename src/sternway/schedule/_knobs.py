@@ -1,8 +1,9 @@
 """Which list schedules to try: a few knobs that make a policy for any number of ranks.
 
-A rank's cap is how many microbatches it takes in before the first comes back. What it needs to stay busy is how long
-a microbatch stays away, in units of what a rank does for one meanwhile. Half of that starves it, twice that lets W
-fill every gap; which is best depends on the costs and the limit, and cannot be told beforehand.
+A rank's cap is how many microbatches it takes in before the first comes back. What it needs to stay busy is
+how long a microbatch stays away, in units of what a rank does for one meanwhile. Half of that starves it,
+twice that lets W fill every gap; which is best depends on the costs and the limit, and cannot be told
+beforehand.
 
     slope 1      rank 0  F F F F . I ..      1F1B's warm-up, at equal costs
     slope 2      rank 0  F F F F F F F I ..  ZB-H2's
@@ -20,9 +21,10 @@ _WARM_UPS = (
     *((0.75, 1), (1.5, 2), (1.75, 0), (2.5, 0), (1.0, 2), (0.5, 1), (2.25, 2), (1.25, 0), (4.0, 1), (1.0, 0)),
 )
 
+
 @dataclass(frozen=True, slots=True)
 class Knobs:
-    """A rank's cap is ``base + slope *`` how long a microbatch stays away from it; the rest is as in ``Policy``."""
+    """A rank's cap is base + slope * how long a microbatch stays away; the rest is as in ``Policy``."""
 
     slope: float
     base: int

@@ -1,9 +1,9 @@
 """Build one plan in one pass: every rank, whenever it is free, takes the best step that is ready.
 
-Why: at 64 ranks and 512 microbatches a plan has 98,304 steps, and an integer program over them is out of reach.
-The zero-bubble paper (arXiv 2401.10241, section 3.1) replaces it by a pass that warms up, alternates F and I, and
-puts W where a gap would be. This is such a pass, told by a small ``Policy`` what to prefer; the search runs it
-under many policies and keeps the best.
+Why: at 64 ranks and 512 microbatches a plan has 98,304 steps, and an integer program over them is out of
+reach. The zero-bubble paper (arXiv 2401.10241, section 3.1) replaces it by a pass that warms up, alternates
+F and I, and puts W where a gap would be. This is such a pass, told by a small ``Policy`` what to prefer;
+the search runs it under many policies and keeps the best.
 
     rank 0   F F F F . I W F I W F I W I W . I W      in flight: at most the policy's caps, within the limit
     rank 1     F F F I F I W F I W I F W I W   W      [1] I before F, or F before I: the policy says
@@ -25,7 +25,8 @@ class Policy:
 
     Args:
         caps: for each rank, how many microbatches may be between their first F and last I on it.
-        patience: a rank waits for a known arrival rather than run a W of which less than this part fits before.
+        patience: a rank waits for a known arrival rather than run a W of which less than this part fits
+            before.
         forward_first: whether F goes before I where both are ready; [1] in the picture.
         deep_first: whether, of a rank's stages, the one nearer to the loss goes first.
     """
@@ -44,7 +45,18 @@ def list_schedule(problem: Problem, policy: Policy) -> Words:
 class ListPass:
     """The state of one pass: who is free when, what has arrived, what each rank holds."""
 
-    __slots__ = ("arrivals", "done", "events", "free", "held", "policy", "problem", "reserve", "slots", "words")
+    __slots__ = (
+        "arrivals",
+        "done",
+        "events",
+        "free",
+        "held",
+        "policy",
+        "problem",
+        "reserve",
+        "slots",
+        "words",
+    )
 
     def __init__(self, problem: Problem, policy: Policy) -> None:
         self.problem, self.policy = problem, policy
@@ -122,9 +134,7 @@ class ListPass:
         done, duration, patience = self.done, self.problem.duration, self.policy.patience
         for stage in slots:
             step = 3 * stage + 2
-            if done[step] < done[step - 1] and (
-                short or wake - now >= patience * duration[step] - EPSILON
-            ):
+            if done[step] < done[step - 1] and (short or wake - now >= patience * duration[step] - EPSILON):
                 return step, now
         return -1, wake
 

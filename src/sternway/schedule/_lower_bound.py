@@ -1,7 +1,8 @@
 r"""A span that no schedule can beat, whatever it does: so that a plan can be called good, not only better.
 
-Why: a search that stops says nothing of what it missed. On five of the zero-bubble paper's six rows (arXiv
-2401.10241, table 5) this bound equals the paper's searched schedule at a limit of p, so nobody need look further.
+Why: a search that stops says nothing of what it missed. In every row of the zero-bubble paper (arXiv
+2401.10241, table 5) this bound equals the paper's searched schedule at a limit of p, so nobody need look
+further.
 
 Look at one rank, from its first start to its last end. Its first action is F of its lowest stage a, its first
 backward one is I of its highest stage b, its last F is one of b, and its last I is one of a:
@@ -10,19 +11,21 @@ backward one is I of its highest stage b, its last F is one of b, and its last I
     |F F F . . . . . . .|I W F I W F I W F I W F I ... F|. I W I W . . . |I W W|
      `--- [1] start ---'                                `-- [2] drain ---'
 
-[1] Between the first F's end and the first I, a microbatch goes up to the loss and back down: that takes at least
-    ``turnaround(a, b)``. Only F can run before the first I, and only as many as fit in memory. The rest is idle.
-[2] Between the last F's end and the last I, likewise, at least ``turnaround(b, a)``. Only I and W of what the rank
-    holds can run, and what it holds is within the limit. The rest is idle.
-    If the rank does not have the memory for all its F at once, its last F is behind its first I: the two windows
-    are apart, and their idle times add up. Otherwise the larger one counts.
+[1] Between the first F's end and the first I, a microbatch goes up to the loss and back down: that takes at
+    least ``turnaround(a, b)``. Only F can run before the first I, and only as many as fit in memory. The
+    rest is idle.
+[2] Between the last F's end and the last I, likewise, at least ``turnaround(b, a)``. Only I and W of what
+    the rank holds can run, and what it holds is within the limit. The rest is idle. If the rank does not
+    have the memory for all its F at once, its last F is behind its first I: the two windows are apart, and
+    their idle times add up. Otherwise the larger one counts.
 [3] Before the last F starts, W must have freed what is not free: with N forwards in all, at least
     N - 1 - (limit - 1 forward) / (what I leaves) of them, none of which is in [1] or [2].
 [4] A stage's n + 1st F, where n fit in memory, waits for the end of its first I, a turnaround later: rounds.
-[5] Each forward is held from its F's start to its I's end, and what I leaves as long as W takes. Held amount times
-    time, summed, is at most the limit times the span, less what cannot be held yet at the start nor still at the end.
-[6] No rank is alone. Whatever rank r needs from its first F to its last I, a rank q that holds a stage below needs
-    it too, and the way up to r and back down to q, and one more W.
+[5] Each forward is held from its F's start to its I's end, and what I leaves as long as W takes. Held
+    amount times time, summed, is at most the limit times the span, less what cannot be held yet at the
+    start nor still at the end.
+[6] No rank is alone. Whatever rank r needs from its first F to its last I, a rank q that holds a stage
+    below needs it too, and the way up to r and back down to q, and one more W.
 """
 
 import math
@@ -84,7 +87,7 @@ def bound(problem: Problem) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """One rank, as the proof sees it: its lowest stage, its extreme times, and how many forwards it can hold."""
+    """One rank, as the proof sees it: its outer stages, extreme times, and how many forwards it can hold."""
 
     problem: Problem
     rank: int
@@ -156,8 +159,8 @@ class _View:
         whole = forward + problem.turnaround(self.low, self.low) + backward
         room = min(self.room, problem.microbatches)
         rounds = -(-problem.microbatches // room) - 1
-        # If the memory left over does not even hold what one I leaves, the next F waits for that I's W as well,
-        # or for another I.
+        # If the memory left over does not even hold what one I leaves, the next F waits for that I's W as
+        # well, or for another I.
         left = _count(problem.limit - room * problem.keeps, problem.leaves)
         extra = min(self.least[1], weight) if left == 0 else 0.0
         rest = problem.microbatches - rounds * room

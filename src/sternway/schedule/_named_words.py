@@ -1,7 +1,7 @@
 """The named schedules as starting points, so that no search is worse than one of them.
 
-A whole backward is written as its I and its W, one after the other, and an overlapped pair as its two actions: every
-action then ends no later than it did, and memory is the same.
+A whole backward is written as its I and its W, one after the other, and an overlapped pair as its two
+actions: every action then ends no later than it did, and memory is the same.
 """
 
 from collections.abc import Iterator
@@ -32,10 +32,10 @@ def named_words(problem: Problem) -> Iterator[Words]:
 
 
 def to_words(schedule: Schedule) -> Words:
-    """Return a schedule's order as words; the inverse of ``to_schedule``, but for whole and overlapped backwards."""
+    """Return a schedule's order as words: the inverse of ``to_schedule``, but for B and overlapped pairs."""
     words = []
     for steps in schedule.actions:
-        word = []
+        word: list[int] = []
         for step in steps:
             for action in parts(step):
                 kinds = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}[action.op]

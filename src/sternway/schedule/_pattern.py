@@ -1,13 +1,14 @@
 """Plans made of one microbatch's pattern, repeated every so often: what is best when memory is short.
 
-Why: a rank's memory is how long a microbatch lives on it, divided by how often one comes. A list schedule looks only
-at what is ready now, and with little memory its ranks get out of step; a pattern keeps them in step for good. The
-paper, "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), repeats hand-made patterns for equal
-times. Here they are made for the given times and limit: as in modulo scheduling, every step of one microbatch is put
-at the first moment at which its rank is free *in every period*, and the period is the shortest that memory allows.
+Why: a rank's memory is how long a microbatch lives on it, divided by how often one comes. A list schedule
+looks only at what is ready now, and with little memory its ranks get out of step; a pattern keeps them in
+step for good. The paper, "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), repeats
+hand-made patterns for equal times. Here they are made for the given times and limit: as in modulo
+scheduling, every step of one microbatch is put at the first moment at which its rank is free *in every
+period*, and the period is the shortest that memory allows.
 
-    one microbatch   rank 0   F . . . . . I W            period 4: a rank's day is a circle of 4
-                     rank 1     F . . . I . W            rank 0 has F at 0, I at 6 = 2, W at 7 = 3 of the circle
+    one microbatch   rank 0   F . . . . . I W        period 4: a rank's day is a circle of 4
+                     rank 1     F . . . I . W        rank 0 has F at 0, I at 6, which is 2, W at 7, which is 3
                      rank 2       F . I W
     repeated         rank 0   F . . . F . I W F . I W F . I W . . I W
 """
@@ -32,7 +33,7 @@ class Pattern:
 
 
 def patterns(problem: Problem, most: int) -> list[Pattern]:
-    """Return up to ``most`` patterns that keep to the limit, the fastest first, two of each period at most."""
+    """Return up to ``most`` patterns that keep to the limit, the fastest first, at most two of a period."""
     found = {pattern for stretch in _stretches(problem) for pattern in _fastest(problem, stretch)}
     chosen: list[Pattern] = []
     for pattern in sorted(found, key=lambda pattern: (pattern.period, pattern.starts)):
@@ -57,7 +58,7 @@ def repeat(problem: Problem, pattern: Pattern) -> Words:
 
 
 def _stretches(problem: Problem) -> Iterator[tuple[float, float]]:
-    """Yield how long to wait at every stage on the way up and down, in parts of a step: slack that dodges clashes."""
+    """Yield how long to wait at every stage, up and down, in parts of a step: slack that dodges clashes."""
     if problem.num_stages > 24:
         return iter([(0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (0.25, 0.25)])
     return iter([(up, down) for up in _STRETCHES for down in _STRETCHES])
@@ -65,7 +66,9 @@ def _stretches(problem: Problem) -> Iterator[tuple[float, float]]:
 
 def _fastest(problem: Problem, stretch: tuple[float, float]) -> Iterator[Pattern]:
     """Yield the pattern with the shortest period at which it fits both the ranks and the limit."""
-    period = max(max(problem.work(rank), problem.holding(rank) / problem.limit) for rank in range(problem.ranks))
+    period = max(
+        max(problem.work(rank), problem.holding(rank) / problem.limit) for rank in range(problem.ranks)
+    )
     for _ in range(_PERIODS if period > 0 else 0):
         starts = _lay_out(problem, period, stretch)
         if starts is not None and _peak(problem, period, starts) <= problem.limit + EPSILON:
@@ -75,11 +78,13 @@ def _fastest(problem: Problem, stretch: tuple[float, float]) -> Iterator[Pattern
 
 
 def _lay_out(problem: Problem, period: float, stretch: tuple[float, float]) -> list[float] | None:
-    """Return the starts of one microbatch's steps, each as early as its rank's circle allows; None if one won't fit."""
+    """Return the starts of one microbatch's steps, each as early as its rank's circle allows, or None."""
     duration, hop = problem.duration, problem.hop
     starts = [0.0] * len(duration)
     circles = [
-        _Circle(period, [], sorted((duration[3 * s + kind] for s in stages for kind in range(3)), reverse=True))
+        _Circle(
+            period, [], sorted((duration[3 * s + kind] for s in stages for kind in range(3)), reverse=True)
+        )
         for stages in problem.placement
     ]
     top = problem.num_stages - 1
@@ -107,7 +112,7 @@ def _lay_out(problem: Problem, period: float, stretch: tuple[float, float]) -> l
 
 @dataclass(slots=True)
 class _Circle:
-    """A rank's period as a circle: the arcs that are taken, and the lengths that must still fit, longest first."""
+    """A rank's period as a circle: the arcs that are taken, and the lengths still to fit, longest first."""
 
     period: float
     arcs: list[tuple[float, float]]

@@ -1,9 +1,9 @@
 """What the search solves: one frozen record of numbers, and plans as words of small integers.
 
-A plan is written as one word for each rank. Its letters are steps: ``3 * stage + kind`` with kind 0 for F, 1 for
-I and 2 for W. Microbatches are not written, because they are all alike: if a plan runs them in any order at all,
-handing the i-th F, I and W of every stage to microbatch i keeps every time and every rule, so the first F of a
-stage is always microbatch 0's, the second microbatch 1's, and so on.
+A plan is written as one word for each rank. Its letters are steps: ``3 * stage + kind`` with kind 0 for F,
+1 for I and 2 for W. Microbatches are not written, because they are all alike: if a plan runs them in any
+order at all, handing the i-th F, I and W of every stage to microbatch i keeps every time and every rule, so
+the first F of a stage is always microbatch 0's, the second microbatch 1's, and so on.
 
     rank 0   0 0 1 2 0 1 2 1 2      F0 F1 I0 W0 F2 I1 W1 I2 W2
     rank 1   3 4 3 4 3 4 5 5 5      F0 I0 F1 I1 F2 I2 W0 W1 W2
@@ -31,8 +31,9 @@ KINDS: tuple[Op, Op, Op] = ("F", "I", "W")
 class Problem:
     """Costs, placement and limit, resolved to one number for each stage.
 
-    ``duration[3 * stage + kind]`` is a step's time. ``keeps`` and ``leaves`` are what F and I of a stage keep:
-    the same for every stage, as each rank holds equally many. ``hop[s]`` is the time from stage s to s + 1.
+    ``duration[3 * stage + kind]`` is a step's time. ``keeps`` and ``leaves`` are what F and I of a stage
+    keep: the same for every stage, as each rank holds equally many. ``hop[s]`` is the time from stage s to
+    s + 1.
     """
 
     placement: Placement
@@ -80,11 +81,13 @@ class Problem:
         return forward + self.duration[3 * top + 1] + self.backward_lag(top, up) - self.duration[3 * up + 1]
 
     def holding(self, rank: int) -> float:
-        """Return what a rank holds for one microbatch, times how long, if nothing is held longer than it must be."""
+        """Return what a rank holds for one microbatch, times how long, if nothing is held needlessly."""
         held = []
         for stage in self.placement[rank]:
             forward, backward, weight = self.duration[3 * stage : 3 * stage + 3]
-            held.append(self.keeps * (forward + self.turnaround(stage, stage) + backward) + self.leaves * weight)
+            held.append(
+                self.keeps * (forward + self.turnaround(stage, stage) + backward) + self.leaves * weight
+            )
         return math.fsum(held)
 
 
@@ -97,7 +100,11 @@ def pose(
         ScheduleError: a count below 1, a limit in which not even one microbatch fits, or per-stage costs for
             another number of stages.
     """
-    for name, count in (("ranks", ranks), ("microbatches", microbatches), ("stages_per_rank", stages_per_rank)):
+    for name, count in (
+        ("ranks", ranks),
+        ("microbatches", microbatches),
+        ("stages_per_rank", stages_per_rank),
+    ):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ScheduleError(
                 f"{name} is a whole number, 1 or more", got=f"{name}={count!r}", fix="pass 1 or more"
@@ -109,24 +116,25 @@ def pose(
             got=f"memory_limit={memory_limit:g}",
             fix=f"the smallest limit that works is {smallest:g}",
         )
-    placement = place(ranks, stages_per_rank)
-    resolved = costs.per_stage(placement)
-    rank_of = [0] * (ranks * stages_per_rank)
+    return resolve(costs, place(ranks, stages_per_rank), microbatches, memory_limit)
+
+
+def resolve(costs: Costs, placement: Placement, microbatches: int, memory_limit: float) -> Problem:
+    """Resolve costs for any placement that gives each rank equally many stages."""
+    times = costs.per_stage(placement)
+    rank_of = [0] * len(times.F)
     for rank, stages in enumerate(placement):
         for stage in stages:
             rank_of[stage] = rank
+    hops = zip(rank_of, [*rank_of[1:], rank_of[-1]], strict=True)
     return Problem(
         placement=placement,
         rank_of=tuple(rank_of),
         microbatches=microbatches,
-        duration=tuple(
-            time for steps in zip(resolved.F, resolved.I, resolved.W, strict=True) for time in steps
-        ),
-        hop=tuple(
-            resolved.comm if a != b else 0.0 for a, b in zip(rank_of, [*rank_of[1:], rank_of[-1]], strict=True)
-        ),
-        keeps=1.0 / stages_per_rank,
-        leaves=costs.memory_after_I / stages_per_rank,
+        duration=tuple(time for steps in zip(times.F, times.I, times.W, strict=True) for time in steps),
+        hop=tuple(costs.comm if a != b else 0.0 for a, b in hops),
+        keeps=times.keeps[0],
+        leaves=times.keeps_after_i[0],
         limit=memory_limit,
     )
 

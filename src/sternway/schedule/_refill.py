@@ -1,8 +1,8 @@
 """Keep a plan's order of F and I, and place its W anew: in the gaps that these costs really leave.
 
-Why: a named schedule, or a pattern, has a good order of F and I but was laid out for other times; its W stand where
-gaps would be if all steps took equally long. Which gaps there are is known only as the plan is timed, so this is a
-list schedule again, with nothing left to choose but when to run W.
+Why: a named schedule, or a pattern, has a good order of F and I but was laid out for other times; its W
+stand where gaps would be if all steps took equally long. Which gaps there are is known only as the plan is
+timed, so this is a list schedule again, with nothing left to choose but when to run W.
 
     given       F F F . I W F I W ..     W right after I, as the plan had it
     refilled    F F F . I F I . W ..     .. but the next I arrives late: W waits for that gap
@@ -15,7 +15,7 @@ _NEVER = float("inf")
 
 
 def refill(problem: Problem, words: Words, patience: float) -> Words | None:
-    """Return words with the same F and I in the same order and W placed anew; None if memory then stops a rank."""
+    """Return words with F and I in the same order and W placed anew; None if memory then stops a rank."""
     filled = _Refill(problem, words, patience).run()
     return filled if all(len(new) == len(old) for new, old in zip(filled, words, strict=True)) else None
 

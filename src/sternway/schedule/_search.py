@@ -1,16 +1,16 @@
 """The best schedule found under a memory limit: many cheap plans, the best of them mended, tiny ones solved.
 
-Why: the named schedules are each best for one shape of costs. Real stages are uneven, W is rarely as long as F,
-and memory is what is left over. The zero-bubble paper (arXiv 2401.10241, section 3) searches with an integer
-program; this search needs none, and is never worse on the paper's own rows.
+Why: the named schedules are each best for one shape of costs. Real stages are uneven, W is rarely as long
+as F, and memory is what is left over. The zero-bubble paper (arXiv 2401.10241, section 3) searches with an
+integer program; this search needs none, and is never worse on the paper's own rows.
 
-    policies ───▶ list schedules ─┐
-    periods  ───▶ patterns ───────┼─▶ the best of each ──▶ moves on the critical path ──▶ branch and bound, if tiny
-    names    ───▶ named schedules ┘
-                  └────────────────── stop wherever the proven lower bound is met ──────────────────┘
+    policies ──▶ list schedules ─┐
+    periods ───▶ patterns ───────┼─▶ the best of each ──▶ moves on the critical path ──▶ if tiny, branch and
+    names ─────▶ named schedules ┘                                                              bound
+                 └───────────────── stop wherever the proven lower bound is met ────────────────────┘
 
-Everything is a function of the arguments: budgets count steps, not seconds, and draws have a fixed seed. The same
-call gives the same schedule.
+Everything is a function of the arguments: budgets count steps, not seconds, and draws have a fixed seed.
+The same call gives the same schedule.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ from sternway.schedule._schedule import Schedule
 
 Progress = Callable[[int, int], None]
 
-# Budgets, in steps laid out or timed: what keeps 64 ranks and 512 microbatches within a minute. Each is at least and
-# at most so many plans.
+# Budgets, in steps laid out or timed, and what that is at least and at most in plans: they keep 64 ranks and
+# 512 microbatches within a minute.
 _LISTS, _FEWEST_LISTS, _MOST_LISTS = 100_000, 40, 300
 _MOVES, _FEWEST_MOVES, _MOST_MOVES = 600_000, 60, 2_000
 _PATTERNS = 8
