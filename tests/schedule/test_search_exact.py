@@ -1,4 +1,4 @@
-"""Tiny cases, against an integer program that knows nothing of the search: the optimum, and the bound below it."""
+"""Tiny cases against an integer program that knows nothing of the search: the optimum, and a bound below."""
 
 import itertools
 
@@ -6,22 +6,20 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from sternway.schedule import Costs, lower_bound, search
 from sternway.schedule._clock import clock, peak_memory
-from sternway.schedule._costs import Costs
 from sternway.schedule._exact import branch_and_bound
-from sternway.schedule._knobs import Knobs
-from sternway.schedule._list_schedule import list_schedule
-from sternway.schedule._lower_bound import lower_bound
+from sternway.schedule._list_schedule import Policy, list_schedule
+from sternway.schedule._lower_bound import bound
 from sternway.schedule._problem import place, pose
-from sternway.schedule._search import search
 
 
 def optimum(costs, *, ranks, microbatches, memory_limit, stages_per_rank=1):
     """Return the least longest span, by HiGHS.
 
     A variable for each start, one for each pair of steps on a rank whose order is open, and one for the span.
-    Microbatches run in order, which costs nothing as they are alike; a rank's span counts from when its first F
-    can start at the earliest, which is when a simulation starts it.
+    Microbatches run in order, which costs nothing as they are alike; a rank's span counts from when its
+    first F can start at the earliest, which is when a simulation starts it.
     """
     placement = place(ranks, stages_per_rank)
     stages = costs.per_stage(placement)
@@ -34,7 +32,7 @@ def optimum(costs, *, ranks, microbatches, memory_limit, stages_per_rank=1):
     }
 
     def precedes(a, b):
-        """Whether a comes before b in every plan: the same microbatch or an earlier one, and its turn is earlier."""
+        """Whether a comes before b in every plan: no later a microbatch, and an earlier turn."""
         if a[2] > b[2] or a == b:
             return False
         if a[:2] == b[:2]:
@@ -109,3 +107,57 @@ def optimum(costs, *, ranks, microbatches, memory_limit, stages_per_rank=1):
     )
     assert solved.status == 0, solved.message
     return solved.fun
+
+
+EVEN = Costs(F=1.0, I=1.0, W=1.0)
+SHORT_W = Costs(F=2.0, I=1.5, W=0.5, comm=0.5, memory_after_I=0.4)
+LONG_W = Costs(F=1.0, I=1.0, W=2.0, comm=0.25, memory_after_I=0.0)
+
+
+def uneven(stages: int) -> Costs:
+    return Costs(
+        F=[(1.0, 2.0, 0.5, 1.5)[s % 4] for s in range(stages)],
+        I=[(2.0, 1.0, 1.5, 0.5)[s % 4] for s in range(stages)],
+        W=[(0.5, 0.75, 2.0, 1.0)[s % 4] for s in range(stages)],
+        comm=0.25,
+        memory_after_I=0.5,
+    )
+
+
+@pytest.mark.parametrize("memory_limit", [1, 1.5, 2, 3, 6])
+@pytest.mark.parametrize(
+    "costs", [EVEN, SHORT_W, LONG_W, uneven], ids=["even", "short-w", "long-w", "uneven"]
+)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 3), (2, 4), (3, 3), (3, 4)])
+def test_search_finds_the_optimum_and_the_bound_is_not_above_it(ranks, microbatches, costs, memory_limit):
+    costs = costs(ranks) if callable(costs) else costs
+    numbers = {"ranks": ranks, "microbatches": microbatches, "memory_limit": memory_limit}
+    least = optimum(costs, **numbers)
+    timeline = search(costs, **numbers).check().simulate(costs)
+    assert timeline.cost == pytest.approx(least, rel=1e-5)
+    assert timeline.peak_memory <= memory_limit + 1e-9
+    assert lower_bound(costs, **numbers) <= least * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("memory_limit", [1, 1.5, 2])
+@pytest.mark.parametrize("costs", [EVEN, SHORT_W, uneven], ids=["even", "short-w", "uneven"])
+def test_the_optimum_in_a_v(costs, memory_limit):
+    costs = costs(4) if callable(costs) else costs
+    numbers = {"ranks": 2, "microbatches": 2, "memory_limit": memory_limit, "stages_per_rank": 2}
+    least = optimum(costs, **numbers)
+    timeline = search(costs, **numbers).check().simulate(costs)
+    assert timeline.cost == pytest.approx(least, rel=1e-5)
+    assert lower_bound(costs, **numbers) <= least * (1 + 1e-5)
+
+
+def test_branch_and_bound_says_when_it_is_certain():
+    problem = pose(SHORT_W, ranks=4, microbatches=6, memory_limit=2.5)
+    words = list_schedule(problem, Policy((1, 1, 1, 1), 1.0, forward_first=False))
+    times = clock(problem, words)
+    cut = branch_and_bound(problem, words, times, goal=0.0, nodes=5)
+    assert not cut.certain
+    assert cut.times.score == times.score
+    whole = branch_and_bound(problem, words, times, goal=0.0, nodes=100_000)
+    assert whole.certain
+    assert bound(problem) <= whole.times.score.span < times.score.span
+    assert peak_memory(problem, whole.words) <= 2.5

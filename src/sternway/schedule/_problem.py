@@ -11,7 +11,7 @@ the first F of a stage is always microbatch 0's, the second microbatch 1's, and 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from sternway.errors import ScheduleError
@@ -22,7 +22,7 @@ from sternway.schedule._schedule import Schedule, looped_placement, single_place
 Words: TypeAlias = list[list[int]]
 
 EPSILON = 1e-9
-"""What two amounts of memory, or two times relative to a step's length, may differ by and still be equal."""
+"""What two amounts of memory, or two times of a scaled problem, may differ by and still be the same."""
 
 KINDS: tuple[Op, Op, Op] = ("F", "I", "W")
 
@@ -90,6 +90,17 @@ class Problem:
             )
         return math.fsum(held)
 
+    def scaled(self) -> "Problem":
+        """Return the same problem in units of the slowest rank's work for one microbatch."""
+        unit = max(self.work(rank) for rank in range(self.ranks))
+        if unit == 0:
+            return self
+        return replace(
+            self,
+            duration=tuple(time / unit for time in self.duration),
+            hop=tuple(time / unit for time in self.hop),
+        )
+
 
 def pose(
     costs: Costs, *, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1
@@ -110,6 +121,12 @@ def pose(
                 f"{name} is a whole number, 1 or more", got=f"{name}={count!r}", fix="pass 1 or more"
             )
     smallest = max(1.0, costs.memory_after_I)
+    if isinstance(memory_limit, bool) or not isinstance(memory_limit, int | float):
+        raise ScheduleError(
+            "memory_limit is a number of microbatches",
+            got=repr(memory_limit),
+            fix=f"pass {smallest:g} or more",
+        )
     if not memory_limit >= smallest - EPSILON:  # written so that NaN fails too
         raise ScheduleError(
             "each rank must be able to hold one microbatch",
@@ -135,7 +152,7 @@ def resolve(costs: Costs, placement: Placement, microbatches: int, memory_limit:
         hop=tuple(costs.comm if a != b else 0.0 for a, b in hops),
         keeps=times.keeps[0],
         leaves=times.keeps_after_i[0],
-        limit=memory_limit,
+        limit=min(memory_limit, microbatches * max(1.0, costs.memory_after_I)),  # more is never held
     )
 
 

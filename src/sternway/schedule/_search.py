@@ -92,7 +92,7 @@ def search(
 
 def solve(problem: Problem, progress: Progress | None = None) -> Words:
     """Return the best words found for a posed problem."""
-    return _Hunt(problem, progress).run()
+    return _Hunt(problem.scaled(), progress).run()  # words have no unit, and rounding then has one size
 
 
 @dataclass(frozen=True, slots=True)
