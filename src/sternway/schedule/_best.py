@@ -13,7 +13,7 @@ from sternway.errors import ScheduleError
 from sternway.schedule._costs import Costs
 from sternway.schedule._lower_bound import bound
 from sternway.schedule._make import make, names
-from sternway.schedule._problem import EPSILON, resolve
+from sternway.schedule._problem import EPSILON, demand, resolve
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._search import Progress, search
 from sternway.schedule._timeline import Timeline
@@ -123,6 +123,7 @@ def best(
         ScheduleError: counts below 1, a limit in which not even one microbatch fits, or per-stage costs
             with which no schedule at all can be timed.
     """
+    demand(costs, ranks, microbatches, memory_limit)
     rows, unmade = [], []
     for name, build in _builders(costs, ranks, microbatches, memory_limit, progress):
         try:

@@ -111,6 +111,14 @@ def pose(
         ScheduleError: a count below 1, a limit in which not even one microbatch fits, or per-stage costs for
             another number of stages.
     """
+    demand(costs, ranks, microbatches, memory_limit, stages_per_rank)
+    return resolve(costs, place(ranks, stages_per_rank), microbatches, memory_limit)
+
+
+def demand(
+    costs: Costs, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1
+) -> None:
+    """Raise ScheduleError for numbers with which there is no schedule at all."""
     for name, count in (
         ("ranks", ranks),
         ("microbatches", microbatches),
@@ -133,7 +141,6 @@ def pose(
             got=f"memory_limit={memory_limit:g}",
             fix=f"the smallest limit that works is {smallest:g}",
         )
-    return resolve(costs, place(ranks, stages_per_rank), microbatches, memory_limit)
 
 
 def resolve(costs: Costs, placement: Placement, microbatches: int, memory_limit: float) -> Problem:

@@ -39,7 +39,7 @@ _PATTERNS = 8
 _PATIENCES = (0.5, 1.0)
 _KEPT = 3
 _THOROUGH = 2_000
-"""Problems up to this many steps go on through the grid when they meet the bound, for a shorter makespan."""
+"""Problems up to this many steps go on when the bound is met, for a shorter makespan."""
 _TINY, _NODES = 100, 20_000
 """Problems up to this many steps are then solved by branch and bound, over so many partial plans."""
 
@@ -107,7 +107,7 @@ class _Found:
 class _Hunt:
     """One search: what was tried, and the best few plans of each family."""
 
-    __slots__ = ("families", "goal", "lists", "moves", "problem", "progress", "spent", "tried")
+    __slots__ = ("families", "goal", "lists", "moves", "problem", "progress", "spent", "thorough", "tried")
 
     def __init__(self, problem: Problem, progress: Progress | None) -> None:
         self.problem, self.progress = problem, progress
@@ -117,11 +117,12 @@ class _Hunt:
         self.moves = max(_FEWEST_MOVES, min(_MOST_MOVES, _MOVES // steps))
         self.tried: set[Policy] = set()
         self.families: dict[str, list[_Found]] = {"named": [], "list": [], "pattern": []}
+        self.thorough = steps <= _THOROUGH
         self.spent = 0
 
     def run(self) -> Words:
         self.try_lists()
-        if not self.met():
+        if self.thorough or not self.met():
             for words in named_words(self.problem):
                 self.add_refilled("named", words)
         if not self.met():
@@ -163,9 +164,8 @@ class _Hunt:
 
     def try_lists(self) -> None:
         """Make list schedules: over the grid for half of the budget, then around the best."""
-        thorough = self.problem.num_steps <= _THOROUGH
         for knobs in grid(self.problem):
-            if len(self.tried) * 2 >= self.lists or (self.met() and not thorough):
+            if len(self.tried) * 2 >= self.lists or (self.met() and not self.thorough):
                 break
             self.try_list(knobs)
         before = -1
