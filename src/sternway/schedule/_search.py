@@ -87,7 +87,8 @@ def search(
         memory_limit=memory_limit,
         stages_per_rank=stages_per_rank,
     )
-    return to_schedule(problem, solve(problem, progress), "search" if stages_per_rank == 1 else "search-v")
+    name = {1: "search", 2: "search-v"}.get(stages_per_rank, "search-looped")
+    return to_schedule(problem, solve(problem, progress), name)
 
 
 def solve(problem: Problem, progress: Progress | None = None) -> Words:
