@@ -11,8 +11,8 @@ its first step or behind its last.
 
 The best move tried is made even if it makes the plan worse, and what it undoes is forbidden for a while, so
 that the search climbs out of dead ends (Nowicki and Smutnicki, "A fast taboo search algorithm for the job
-shop problem", 1996). The draws that vary the order of trying have a fixed seed: the same plan always comes
-out.
+shop problem", 1996). Where no move is left, it starts again from the best plan, shaken a little. All draws
+have a fixed seed: the same plan always comes out.
 """
 
 import random
@@ -24,6 +24,7 @@ from sternway.schedule._problem import EPSILON, Problem, Words
 
 _SAMPLE = 12
 _TENURE = 10
+_SHAKES = 6
 
 
 def improve(problem: Problem, words: Words, times: Times, *, goal: float, tries: int) -> tuple[Words, Times]:
@@ -31,34 +32,66 @@ def improve(problem: Problem, words: Words, times: Times, *, goal: float, tries:
     draw = random.Random(0)
     best = (words, times)
     forbidden: dict[tuple[int, int], int] = {}
-    round_ = 0
+    turn = 0
     while tries > 0 and best[1].score.span > goal:
-        round_ += 1
+        turn += 1
         moves = list(_moves(problem, words, times))
         draw.shuffle(moves)
-        made: tuple[Words, Times, int] | None = None
-        timed = 0
-        for rank, source, target in moves:
-            moved = _moved(words[rank], source, target)
-            if forbidden.get(_name(rank, moved), 0) > round_ or not _sound(problem, moved, source, target):
-                continue
-            trial = [*words[:rank], moved, *words[rank + 1 :]]
-            timed += 1
-            after = clock(problem, trial)
-            if after is not None and (made is None or after.score < made[1].score):
-                made = (trial, after, rank)
-                if after.score < times.score:
-                    break
-            if timed >= _SAMPLE:
-                break
+        made, timed = _best_move(problem, words, times, moves, forbidden, turn)
         tries -= max(1, timed)
-        if made is None:
-            break
-        forbidden[_name(made[2], words[made[2]])] = round_ + _TENURE + draw.randrange(_TENURE)
-        words, times = made[0], made[1]
+        if made is None:  # nowhere to go: start again beside the best
+            words, times = _shaken(problem, *best, draw)
+            tries -= _SHAKES
+            continue
+        rank, words_after, times = made
+        forbidden[_name(rank, words[rank])] = turn + _TENURE + draw.randrange(_TENURE)
+        words = words_after
         if times.score < best[1].score:
             best = (words, times)
     return best
+
+
+def _best_move(
+    problem: Problem,
+    words: Words,
+    times: Times,
+    moves: list[tuple[int, int, int]],
+    forbidden: dict[tuple[int, int], int],
+    turn: int,
+) -> tuple[tuple[int, Words, Times] | None, int]:
+    """Return the first move that helps, or the best of a few; and how many were timed."""
+    made: tuple[int, Words, Times] | None = None
+    timed = 0
+    for rank, source, target in moves:
+        moved = _moved(words[rank], source, target)
+        if forbidden.get(_name(rank, moved), 0) > turn or not _sound(problem, moved, source, target):
+            continue
+        trial = [*words[:rank], moved, *words[rank + 1 :]]
+        timed += 1
+        after = clock(problem, trial)
+        if after is not None and (made is None or after.score < made[2].score):
+            made = (rank, trial, after)
+            if after.score < times.score:
+                break
+        if timed >= _SAMPLE:
+            break
+    return made, timed
+
+
+def _shaken(problem: Problem, words: Words, times: Times, draw: random.Random) -> tuple[Words, Times]:
+    """Return the plan after a few moves of any steps over a short way."""
+    for _ in range(_SHAKES):
+        rank = draw.randrange(problem.ranks)
+        last = len(words[rank]) - 1
+        source = draw.randint(0, last)
+        target = min(last, max(0, source + draw.choice((-3, -2, -1, 1, 2, 3))))
+        moved = _moved(words[rank], source, target)
+        if _sound(problem, moved, source, target):
+            trial = [*words[:rank], moved, *words[rank + 1 :]]
+            after = clock(problem, trial)
+            if after is not None:
+                words, times = trial, after
+    return words, times
 
 
 def _name(rank: int, word: list[int]) -> tuple[int, int]:
