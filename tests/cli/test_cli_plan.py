@@ -31,6 +31,7 @@ class Row:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     rows: tuple[Row, ...]
+    unmade: tuple[tuple[str, str], ...]
 
     @property
     def best(self) -> Row:
@@ -43,9 +44,10 @@ def fake_best(costs, *, ranks, microbatches, memory_limit, progress=None):
         s = schedule.make(name, ranks=ranks, microbatches=microbatches)
         t = s.simulate(costs)
         fits = t.peak_memory <= memory_limit
-        rows.append(Row(name, s, t, t.peak_memory, t.bubble_rate, t.makespan, t.bubble_rate, fits))
+        gap = t.cost / max(t.busy) - 1
+        rows.append(Row(name, s, t, t.peak_memory, t.bubble_rate, t.makespan, gap, fits))
         progress(done + 1, 3)
-    return Comparison(tuple(rows))
+    return Comparison(tuple(rows), (("dualpipe-v", "too few microbatches"),))
 
 
 @pytest.fixture
@@ -62,13 +64,14 @@ def test_the_comparison(faked):
     assert result.exit_code == 0
     assert "\n".join(line.rstrip() for line in result.stdout.split("\n")) == (
         "2 ranks, 3 microbatches, memory limit 2\n"
-        "┏━━━━━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━━━━━━━━━━┳━━━━━━┓\n"
-        "┃ schedule     ┃ bubble rate ┃ makespan ┃ peak memory ┃ above the bound ┃ fits ┃\n"
-        "┡━━━━━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━━━━━━━━━━╇━━━━━━┩\n"
-        "│ 1f1b         │      25.00% │       12 │           2 │          25.00% │ yes  │\n"
-        "│ zb-h1 ◀ best │      10.00% │       10 │           2 │          10.00% │ yes  │\n"
-        "│ zb-h2        │       0.00% │       10 │           3 │           0.00% │ no   │\n"
-        "└──────────────┴─────────────┴──────────┴─────────────┴─────────────────┴──────┘\n"
+        "┏━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━┓\n"
+        "┃ schedule ┃ bubble rate ┃ makespan ┃ peak memory ┃ above bound ┃ fits ┃\n"
+        "┡━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━┩\n"
+        "│ 1f1b     │      25.00% │       12 │           2 │      33.33% │ yes  │\n"
+        "│ zb-h1    │      10.00% │       10 │           2 │      11.11% │ best │\n"
+        "│ zb-h2    │       0.00% │       10 │           3 │       0.00% │ no   │\n"
+        "└──────────┴─────────────┴──────────┴─────────────┴─────────────┴──────┘\n"
+        "dualpipe-v: too few microbatches\n"
         "zb-h1: 2 ranks, 3 microbatches; makespan 10, bubble rate 10.0%, peak memory 2\n"
         "rank 0 |F0 F1 .  I0 W0 F2 I1 W1 I2 W2 |\n"
         "rank 1 |.  F0 I0 F1 I1 W0 F2 I2 W1 W2 |\n"
@@ -85,6 +88,7 @@ def test_the_comparison_as_json_and_files(faked, tmp_path):
     told = json.loads(result.stdout)
     assert (told["ok"], told["best"], told["memory_limit"]) == (True, "zb-h2", 3)
     assert [row["name"] for row in told["rows"]] == ["1f1b", "zb-h1", "zb-h2"]
+    assert told["unmade"] == {"dualpipe-v": "too few microbatches"}
     assert schedule.from_json(json.dumps(told["schedule"])) == schedule.make("zb-h2", ranks=2, microbatches=4)
     names = ["zb-h2.csv", "zb-h2.comms.csv", "zb-h2.json", "zb-h2.svg", "zb-h2.trace.json"]
     assert told["files"] == [str(out / name) for name in names]

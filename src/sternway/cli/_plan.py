@@ -120,13 +120,16 @@ def _compare(
         for row in comparison.rows
     ]
     if not quiet:
-        _print_table(rows, best.name, ranks, microbatches, limit)
+        _print_table(rows, best.name, f"{ranks} ranks, {microbatches} microbatches, memory limit {limit:g}")
+        for name, reason in comparison.unmade:
+            typer.echo(f"{name}: {reason}")
         _print_timeline(best.timeline, files)
     return {
         "ranks": ranks,
         "microbatches": microbatches,
         "memory_limit": limit,
         "rows": rows,
+        "unmade": dict(comparison.unmade),
         "best": best.name,
         "schedule": json.loads(best.schedule.to_json()),
         "files": [str(path) for path in files],
@@ -206,22 +209,21 @@ def _progress(quiet: bool) -> Iterator[Any]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _print_table(rows: list[dict[str, Any]], best: str, ranks: int, microbatches: int, limit: float) -> None:
-    table = Table(
-        title=f"{ranks} ranks, {microbatches} microbatches, memory limit {limit:g}", title_justify="left"
-    )
-    table.add_column("schedule")
-    for column in ("bubble rate", "makespan", "peak memory", "above the bound"):
-        table.add_column(column, justify="right")
-    table.add_column("fits")
+def _print_table(rows: list[dict[str, Any]], best: str, title: str) -> None:
+    """Print the comparison, what does not fit in grey."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("schedule", no_wrap=True)
+    for column in ("bubble rate", "makespan", "peak memory", "above bound"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
     for row in rows:
         table.add_row(
-            f"{row['name']} ◀ best" if row["name"] == best else row["name"],
+            row["name"],
             f"{row['bubble_rate']:.2%}",
             f"{row['makespan']:.6g}",
             f"{row['peak_memory']:.4g}",
             f"{row['gap']:.2%}",
-            "yes" if row["fits"] else "no",
+            "best" if row["name"] == best else "yes" if row["fits"] else "no",
             style="bold" if row["name"] == best else "" if row["fits"] else "dim",
         )
     Console().print(table)

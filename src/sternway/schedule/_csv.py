@@ -40,8 +40,7 @@ def to_csv(schedule: Schedule, dialect: Dialect = "compute_only") -> str:
         dialect: ``compute_only``, or ``compute_comms`` for sends and receives too.
 
     Raises:
-        ScheduleError: an unknown dialect, or sends and receives asked of a schedule that does not pass
-        ``check``.
+        ScheduleError: an unknown dialect, or sends and receives asked of what does not pass ``check``.
     """
     _known(dialect)
     if dialect == "compute_only":
@@ -71,8 +70,7 @@ def from_csv(text: str, *, name: str = "csv", dialect: Dialect | None = None) ->
 
     Raises:
         ScheduleError: with line and column, of anything that is not in the dialect; a transfer that is
-        missing, idle
-            or in a circle.
+            missing, idle or in a circle.
     """
     if dialect is not None:
         _known(dialect)

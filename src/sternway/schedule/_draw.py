@@ -28,21 +28,23 @@ def draw(timeline: Timeline, *, color: bool = False, width: int | None = None) -
     with its forward's microbatch.
 
     Args:
-        timeline: what to draw. color: whether to use ANSI colours. width: the most characters a line may
-        have; by default, as many as labels need, or 400. Where labels do not
-            fit, only the ops are left.
+        timeline: what to draw.
+        color: whether to use ANSI colours.
+        width: the most characters a line may have; by default, as many as labels need, up to 400. Where
+            labels do not fit, only ops are left, and where those do not, one of several.
     """
     if width is not None and width < 20:
         raise ScheduleError("a drawing is at least 20 characters wide", got=str(width), fix="pass more")
     head = len(f"rank {timeline.schedule.ranks - 1} |")
     room = (width or _WIDEST) - head - 1
     span = timeline.makespan or 1.0
-    scale = _scale(timeline)
-    if scale is None or scale * span > room:
-        scale = room / span
+    needed = _scale(timeline)
+    scale = needed if needed and needed * span <= room else room / span
+    # A few labels that lose their space are worth the numbers on all; many are not.
+    numbers = scale >= 0.7 * needed
     lines = [_title(timeline)]
     lines += [
-        f"{f'rank {rank}':<{head - 2}} |{_line(timeline, events, scale, color)}|"
+        f"{f'rank {rank}':<{head - 2}} |{_line(timeline, events, scale, numbers, color)}|"
         for rank, events in enumerate(timeline.events)
     ]
     return "\n".join(lines)
@@ -56,14 +58,14 @@ def _title(timeline: Timeline) -> str:
     )
 
 
-def _scale(timeline: Timeline) -> float | None:
+def _scale(timeline: Timeline) -> float:
     """Return how many characters a unit of time needs for every action to have its label and a space."""
     needed = 0.0
     for rank, events in enumerate(timeline.events):
         for event in events:
             if event.end > event.start:
                 needed = max(needed, (len(_label(timeline, rank, event)) + 1) / (event.end - event.start))
-    return needed or None
+    return needed
 
 
 def _label(timeline: Timeline, rank: int, event: Event) -> str:
@@ -77,7 +79,7 @@ def _local(timeline: Timeline, rank: int, action: Action) -> str:
     return "'" * timeline.schedule.placement[rank].index(action.stage)
 
 
-def _line(timeline: Timeline, events: tuple[Event, ...], scale: float, color: bool) -> str:
+def _line(timeline: Timeline, events: tuple[Event, ...], scale: float, numbers: bool, color: bool) -> str:
     """Return one rank's line: labels where they fit, dots where it waits."""
     cells: list[str] = []
     at = 0
@@ -90,12 +92,9 @@ def _line(timeline: Timeline, events: tuple[Event, ...], scale: float, color: bo
         if length <= 0:
             continue
         label = _label(timeline, event.rank, event)
-        text = label if len(label) <= length else label[0]
-        text = (
-            text.ljust(length - 1, "-") + " "
-            if length > 1 and len(text) < length
-            else text.ljust(length, "-")
-        )
+        text = label if numbers and len(label) <= length else label[0]
+        # A space between labels; without numbers it would look like idle time.
+        text = text.ljust(length - 1, "-").ljust(length) if numbers else text.ljust(length, "-")
         cells.append(f"\x1b[30;{_ANSI[label[0]]}m{text}\x1b[0m" if color else text)
         at = end
     end = round(timeline.makespan * scale)

@@ -60,9 +60,10 @@ def make(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | Non
         ['0F0', '0F1', '0B0', '0B1']
 
     Args:
-        name: one of ``names()``. ranks: how many ranks the pipeline has, 1 or more. microbatches: how
-        many microbatches a step has, 1 or more. stages_per_rank: for the interleaved and looped
-        schedules, 2 unless given; the others fix it themselves.
+        name: one of ``names()``.
+        ranks: how many ranks the pipeline has, 1 or more.
+        microbatches: how many microbatches a step has, 1 or more.
+        stages_per_rank: for the interleaved and looped schedules, 2 unless given; fixed for the others.
 
     Raises:
         ScheduleError: an unknown name, or numbers with which this schedule does not work.
