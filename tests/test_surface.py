@@ -16,6 +16,28 @@ from sternway import split
 from sternway.errors import SternwayError
 
 SURFACE = {
+    "sternway.schedule": [
+        "Action",
+        "Bottleneck",
+        "Comparison",
+        "Costs",
+        "Event",
+        "Op",
+        "Overlap",
+        "Row",
+        "Schedule",
+        "StageCosts",
+        "Timeline",
+        "best",
+        "check",
+        "from_csv",
+        "from_json",
+        "lower_bound",
+        "make",
+        "names",
+        "search",
+        "simulate",
+    ],
     "sternway.split": [
         "Later",
         "Pending",
@@ -40,7 +62,10 @@ def test_names(room: str) -> None:
     assert all(hasattr(module, name) for name in module.__all__)
 
 
-@pytest.mark.parametrize(("statement", "absent"), [("import sternway", "torch"), ("import sternway.split", "typer")])
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [("import sternway", "torch"), ("import sternway.schedule", "torch"), ("import sternway.split", "typer")],
+)
 def test_importing_stays_light(statement: str, absent: str) -> None:
     code = f"{statement}, sys; sys.exit({absent!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -97,9 +97,7 @@ def print_speed(records: list[dict[str, Any]]) -> None:
         line = f"{record['what']:<9}{record['ranks']:>3} x {record['microbatches']:<4}"
         if record["what"] == "search":
             over = max(0.0, record["over_bound"])
-            line += (
-                f"limit {record['memory_limit']:<4} {record['seconds']:8.2f}   +{over:.2%} above the bound"
-            )
+            line += f"limit {record['memory_limit']:<4} {record['seconds']:8.2f}   +{over:.2%} above the bound"
         else:
             line += f"           {record['seconds']:8.2f}"
         print(line)

@@ -27,9 +27,7 @@ def optimum(costs, *, ranks, microbatches, memory_limit, stages_per_rank=1):
     rank_of = {stage: rank for rank, held in enumerate(placement) for stage in held}
     steps = list(itertools.product(range(num_stages), "FIW", range(microbatches)))
     index = {step: i for i, step in enumerate(steps)}
-    chain = {(s, "F"): s for s in range(num_stages)} | {
-        (s, "I"): 2 * num_stages - 1 - s for s in range(num_stages)
-    }
+    chain = {(s, "F"): s for s in range(num_stages)} | {(s, "I"): 2 * num_stages - 1 - s for s in range(num_stages)}
 
     def precedes(a, b):
         """Whether a comes before b in every plan: no later a microbatch, and an earlier turn."""
@@ -125,9 +123,7 @@ def uneven(stages: int) -> Costs:
 
 
 @pytest.mark.parametrize("memory_limit", [1, 1.5, 2, 3, 6])
-@pytest.mark.parametrize(
-    "costs", [EVEN, SHORT_W, LONG_W, uneven], ids=["even", "short-w", "long-w", "uneven"]
-)
+@pytest.mark.parametrize("costs", [EVEN, SHORT_W, LONG_W, uneven], ids=["even", "short-w", "long-w", "uneven"])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 3), (2, 4), (3, 3), (3, 4)])
 def test_search_finds_the_optimum_and_the_bound_is_not_above_it(ranks, microbatches, costs, memory_limit):
     costs = costs(ranks) if callable(costs) else costs

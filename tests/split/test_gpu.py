@@ -14,6 +14,7 @@ from sternway import split
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # cuBLAS says once that it made a context; cuDNN, that weights were copied
 ]
 
 

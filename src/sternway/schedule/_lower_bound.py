@@ -35,9 +35,7 @@ from sternway.schedule._costs import Costs
 from sternway.schedule._problem import EPSILON, Problem, pose
 
 
-def lower_bound(
-    costs: Costs, *, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1
-) -> float:
+def lower_bound(costs: Costs, *, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1) -> float:
     """Return a time that the longest busy span of a rank cannot be below, for any schedule within the limit.
 
     Example:

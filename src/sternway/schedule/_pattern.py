@@ -66,9 +66,7 @@ def _stretches(problem: Problem) -> Iterator[tuple[float, float]]:
 
 def _fastest(problem: Problem, stretch: tuple[float, float]) -> Iterator[Pattern]:
     """Yield the pattern with the shortest period at which it fits both the ranks and the limit."""
-    period = max(
-        max(problem.work(rank), problem.holding(rank) / problem.limit) for rank in range(problem.ranks)
-    )
+    period = max(max(problem.work(rank), problem.holding(rank) / problem.limit) for rank in range(problem.ranks))
     for _ in range(_PERIODS if period > 0 else 0):
         starts = _lay_out(problem, period, stretch)
         if starts is not None and _peak(problem, period, starts) <= problem.limit + EPSILON:
@@ -82,9 +80,7 @@ def _lay_out(problem: Problem, period: float, stretch: tuple[float, float]) -> l
     duration, hop = problem.duration, problem.hop
     starts = [0.0] * len(duration)
     circles = [
-        _Circle(
-            period, [], sorted((duration[3 * s + kind] for s in stages for kind in range(3)), reverse=True)
-        )
+        _Circle(period, [], sorted((duration[3 * s + kind] for s in stages for kind in range(3)), reverse=True))
         for stages in problem.placement
     ]
     top = problem.num_stages - 1

@@ -85,9 +85,7 @@ class Problem:
         held = []
         for stage in self.placement[rank]:
             forward, backward, weight = self.duration[3 * stage : 3 * stage + 3]
-            held.append(
-                self.keeps * (forward + self.turnaround(stage, stage) + backward) + self.leaves * weight
-            )
+            held.append(self.keeps * (forward + self.turnaround(stage, stage) + backward) + self.leaves * weight)
         return math.fsum(held)
 
     def scaled(self) -> "Problem":
@@ -102,9 +100,7 @@ class Problem:
         )
 
 
-def pose(
-    costs: Costs, *, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1
-) -> Problem:
+def pose(costs: Costs, *, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1) -> Problem:
     """Resolve a search's arguments, or say which of them cannot be met.
 
     Raises:
@@ -115,9 +111,7 @@ def pose(
     return resolve(costs, place(ranks, stages_per_rank), microbatches, memory_limit)
 
 
-def demand(
-    costs: Costs, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1
-) -> None:
+def demand(costs: Costs, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1) -> None:
     """Raise ScheduleError for numbers with which there is no schedule at all."""
     for name, count in (
         ("ranks", ranks),
@@ -125,9 +119,7 @@ def demand(
         ("stages_per_rank", stages_per_rank),
     ):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ScheduleError(
-                f"{name} is a whole number, 1 or more", got=f"{name}={count!r}", fix="pass 1 or more"
-            )
+            raise ScheduleError(f"{name} is a whole number, 1 or more", got=f"{name}={count!r}", fix="pass 1 or more")
     smallest = max(1.0, costs.memory_after_I)
     if isinstance(memory_limit, bool) or not isinstance(memory_limit, int | float):
         raise ScheduleError(
