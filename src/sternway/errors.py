@@ -4,6 +4,7 @@
     ├── SplitError           a backward that cannot be split as asked
     │   └── PendingError     a Pending used out of turn: run twice, or after a failed run
     ├── ScheduleError        a pipeline plan that is malformed, impossible or unknown
+    ├── PipelineError        a pipeline that was put together wrongly, or that failed on some rank
     └── UnsupportedTorch     this release of torch is not one that we know how to work with
 
 Each message says three things: the rule, what was got instead, and how to mend it.
@@ -40,6 +41,10 @@ class PendingError(SplitError):
 
 class ScheduleError(SternwayError):
     """A pipeline plan that is malformed, impossible or unknown."""
+
+
+class PipelineError(SternwayError):
+    """A pipeline that was put together wrongly, or that failed on some rank."""
 
 
 class UnsupportedTorch(SternwayError):  # noqa: N818 - reads as what it is
