@@ -10,6 +10,7 @@ from sternway import __version__
 from sternway.cli._demo import demo
 from sternway.cli._doctor import doctor
 from sternway.cli._plan import plan
+from sternway.cli._split import split
 
 __all__ = ["app", "main"]
 
@@ -39,6 +40,7 @@ def _options(
 app.command()(demo)
 app.command()(doctor)
 app.command()(plan)
+app.command()(split)
 
 
 def main() -> None:

@@ -105,6 +105,7 @@ class Pipeline:
         self._late = [p for p in self.parameters() if id(p) in tied_here]
         self._copies = DataParallel(mesh.get_group("dp")) if mesh is not None else None
         self._offsets = offsets(self.transport, ranks)
+        self._digest = _digest(self.schedule.to_json())
         self._closed = False
 
     # The step
@@ -164,7 +165,7 @@ class Pipeline:
 
         def prepare() -> list[int]:
             batch.extend(self._cut(inputs, keywords, target, everywhere, training))
-            return [_signature(batch), int(training), _digest(self.schedule.to_json())]
+            return [_signature(batch), int(training), self._digest]
 
         _check_alike(self.transport.checked(prepare), self.schedule)
         times: dict[int, list[tuple[float, float]]] = {rank: [] for rank in self.ranks_here}
