@@ -28,6 +28,8 @@ SURFACE = {
         "stage_backward_weight",
         "uninstall",
     ],
+    "sternway.hooks": ["Captured", "Handle", "capture", "on_grads"],
+    "sternway.dropin.autograd_graph": sorted(torch.autograd.graph.__all__),
     "sternway.dropin.pipelining_backward": ["stage_backward", "stage_backward_input", "stage_backward_weight"],
     "sternway.cli": ["app", "main"],
 }
