@@ -28,6 +28,7 @@ SURFACE = {
         "stage_backward_weight",
         "uninstall",
     ],
+    "sternway.viewer": ["render", "write"],
     "sternway.hooks": ["Captured", "Handle", "capture", "on_grads"],
     "sternway.graph": [
         "Change",
@@ -67,7 +68,10 @@ def test_names(room: str) -> None:
     assert all(hasattr(module, name) for name in module.__all__)
 
 
-@pytest.mark.parametrize(("statement", "absent"), [("import sternway", "torch"), ("import sternway.split", "typer")])
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [("import sternway", "torch"), ("import sternway.split", "typer"), ("import sternway.viewer", "torch")],
+)
 def test_importing_stays_light(statement: str, absent: str) -> None:
     code = f"{statement}, sys; sys.exit({absent!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

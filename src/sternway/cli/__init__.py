@@ -9,6 +9,7 @@ import typer
 from sternway import __version__
 from sternway.cli._demo import demo
 from sternway.cli._doctor import doctor
+from sternway.cli._graph import graph
 
 __all__ = ["app", "main"]
 
@@ -37,6 +38,7 @@ def _options(
 
 app.command()(demo)
 app.command()(doctor)
+app.command()(graph)
 
 
 def main() -> None:

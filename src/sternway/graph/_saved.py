@@ -79,6 +79,8 @@ class Reader:
             if isinstance(slot, tuple | list):
                 for index, raw in enumerate(slot):
                     empty += self._read(raw, f"{name}[{index}]", found)
+            elif type(data := slot.data) is Tensor and slot.unpack_hook is None:  # by far the most
+                found.append(self._describe(data, name))
             else:
                 empty += self._read(slot, name, found)
         if isinstance(node, BackwardCFunction):
