@@ -46,8 +46,10 @@ def on_ranks(world: int, function: Callable[..., None], *arguments: Any, timeout
     hung = [process for process in processes if process.is_alive()]
     for process in hung:
         process.kill()
-    if not errors.empty():
+    texts = []
+    while not errors.empty():
         rank, text = errors.get()
-        raise AssertionError(f"rank {rank}:\n{text}")
+        texts.append(f"rank {rank}:\n{text}")
+    assert not texts, "\n".join(texts)
     assert not hung, f"{len(hung)} of {world} ranks did not finish within {timeout} s"
     assert all(process.exitcode == 0 for process in processes)

@@ -16,6 +16,28 @@ from sternway import split
 from sternway.errors import SternwayError
 
 SURFACE = {
+    "sternway.schedule": [
+        "Action",
+        "Bottleneck",
+        "Comparison",
+        "Costs",
+        "Event",
+        "Op",
+        "Overlap",
+        "Row",
+        "Schedule",
+        "StageCosts",
+        "Timeline",
+        "best",
+        "check",
+        "from_csv",
+        "from_json",
+        "lower_bound",
+        "make",
+        "names",
+        "search",
+        "simulate",
+    ],
     "sternway.split": [
         "Later",
         "Pending",
@@ -56,6 +78,20 @@ SURFACE = {
         "why_alive",
     ],
     "sternway.dropin.autograd_graph": sorted(torch.autograd.graph.__all__),
+    "sternway.pipeline": [
+        "Chunk",
+        "DistTransport",
+        "LocalTransport",
+        "Pipeline",
+        "Profile",
+        "Ready",
+        "StepResult",
+        "Transport",
+        "Whole",
+        "WithSkips",
+        "partition",
+        "profile",
+    ],
     "sternway.dropin.pipelining_backward": ["stage_backward", "stage_backward_input", "stage_backward_weight"],
     "sternway.cli": ["app", "main"],
 }
@@ -70,7 +106,12 @@ def test_names(room: str) -> None:
 
 @pytest.mark.parametrize(
     ("statement", "absent"),
-    [("import sternway", "torch"), ("import sternway.split", "typer"), ("import sternway.viewer", "torch")],
+    [
+        ("import sternway", "torch"),
+        ("import sternway.schedule", "torch"),
+        ("import sternway.viewer", "torch"),
+        ("import sternway.split", "typer"),
+    ],
 )
 def test_importing_stays_light(statement: str, absent: str) -> None:
     code = f"{statement}, sys; sys.exit({absent!r} in sys.modules)"

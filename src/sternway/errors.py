@@ -8,6 +8,7 @@
     ├── GraphError           a question that a captured graph cannot answer, or a graph that cannot be captured
     │   └── BackwardError    a backward that failed, explained: what broke it, where, and the usual fix
     ├── ViewerError          a report that cannot be drawn from what was passed
+    ├── PipelineError        a pipeline that was put together wrongly, or that failed on some rank
     └── UnsupportedTorch     this release of torch is not one that we know how to work with
 
 Each message says three things: the rule, what was got instead, and how to mend it.
@@ -60,6 +61,10 @@ class BackwardError(GraphError, RuntimeError):
 
 class ViewerError(SternwayError):
     """A report that cannot be drawn from what was passed."""
+
+
+class PipelineError(SternwayError):
+    """A pipeline that was put together wrongly, or that failed on some rank."""
 
 
 class UnsupportedTorch(SternwayError):  # noqa: N818 - reads as what it is

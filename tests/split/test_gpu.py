@@ -14,6 +14,7 @@ from sternway import split
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # cuBLAS says once that it made a context; cuDNN, that weights were copied
 ]
 
 
@@ -103,3 +104,18 @@ def test_on_a_stream_of_its_own() -> None:
     with torch.cuda.stream(stream):
         assert_split_equals_backward(model, x, rtol=1e-3, atol=1e-3)
     torch.cuda.current_stream().wait_stream(stream)
+
+
+def test_gradients_that_are_summed_more_than_once() -> None:
+    """One call for all sums, with the same place in it twice, raced on a GPU."""
+    layer = nn.Linear(64, 64).cuda()
+    x = torch.randn(8, 64, device="cuda")
+    assert_split_equals_backward(layer, x, call=lambda m, x: m(m(m(x))), rounds=3, rtol=1e-3, atol=1e-3)
+
+
+def test_a_weight_kept_on_the_cpu() -> None:
+    layer = nn.Linear(8, 8)
+    x = torch.randn(4, 8, device="cuda", requires_grad=True)
+    assert_split_equals_backward(
+        layer, x, call=lambda m, x: nn.functional.linear(x, m.weight.cuda(), m.bias.cuda()), rtol=1e-3, atol=1e-3
+    )

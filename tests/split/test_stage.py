@@ -73,7 +73,7 @@ def test_whole_backward_of_chosen_outputs() -> None:
 def test_outputs_that_are_views_which_torch_refuses() -> None:
     layer, x = nn.Linear(4, 4), torch.randn(5, 4, requires_grad=True)
     g = torch.randn(20)
-    with pytest.raises(RuntimeError, match="Failed to run stage backward input"):
+    with pytest.raises(RuntimeError, match=r"Failed to run stage backward input|detach views"):
         theirs.stage_backward_input([layer(x).view(-1)], [g], [x], layer.parameters())
     x.grad = None
     (dx,), groups = split.stage_backward_input([layer(x).view(-1)], [g], [x], layer.parameters())

@@ -10,6 +10,8 @@ from sternway import __version__
 from sternway.cli._demo import demo
 from sternway.cli._doctor import doctor
 from sternway.cli._graph import graph
+from sternway.cli._plan import plan
+from sternway.cli._split import split
 
 __all__ = ["app", "main"]
 
@@ -39,6 +41,8 @@ def _options(
 app.command()(demo)
 app.command()(doctor)
 app.command()(graph)
+app.command()(plan)
+app.command()(split)
 
 
 def main() -> None:

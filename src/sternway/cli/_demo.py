@@ -1,88 +1,158 @@
-"""``sternway demo``: one GPT stage's backward, whole and in halves, beside torch's own split."""
+"""``sternway demo``: train a small GPT across local processes, and compare with torch.distributed.pipelining."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+import socket
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sternway.cli._gpt import GPT
-from sternway.cli._measure import ThreeWays, Times
+from sternway.cli._demo_rank import Options, Outcome, run
+from sternway.errors import PipelineError
 
-TOLERANCE = 1e-4  # relative, between our gradients and plain autograd's
-MIB = 2**20
+TOLERANCE = 1e-3  # relative, between the pipeline's gradients and one process's
 
 
 def demo(
+    ranks: Annotated[int, typer.Option(min=1, help="How many processes, with one thread each.")] = 2,
+    schedule: Annotated[str, typer.Option(help='"auto", or the name of a schedule; see sternway plan.')] = "auto",
+    steps: Annotated[int, typer.Option(min=2, help="How many training steps.")] = 30,
     dim: Annotated[int, typer.Option(min=8, help="Width of the GPT; a multiple of 4.")] = 256,
     layers: Annotated[int, typer.Option(min=1, help="Number of blocks.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each way is timed.")] = 15,
+    microbatches: Annotated[int, typer.Option(min=1, help="Into how many pieces a batch is cut.")] = 8,
+    compared_steps: Annotated[int, typer.Option(min=1, help="Steps timed for each of torch's schedules.")] = 6,
+    out: Annotated[Path, typer.Option(help="The folder for report.html.")] = Path("demo"),
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Split a small GPT's backward: times and memory beside torch's split, gradients against plain autograd's."""
+    """Train a byte-level GPT on Python's own source, across local processes, beside torch's schedules."""
     if dim % 4:
         raise typer.BadParameter(f"a multiple of 4 is needed (there are 4 heads); got {dim}", param_hint="--dim")
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    gpt = GPT(vocabulary=256, dim=dim, heads=4, layers=layers, length=64)
-    stage = ThreeWays(gpt.blocks, torch.randn(2, 64, dim))
-    error = stage.worst_error()
-    with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bar:
-        task = bar.add_task("Timing fused, torch's split and ours", total=rounds)
-        times = stage.time(rounds, progress=lambda: bar.advance(task))
-    held = {name: stage.held(name) for name in ("torch", "sternway")}
+    options = Options(
+        ranks=ranks,
+        schedule=schedule,
+        steps=steps,
+        dim=dim,
+        layers=layers,
+        microbatches=microbatches,
+        compared_steps=compared_steps,
+    )
+    outcome = _train(options, quiet=as_json)
+    report = _write_report(out, options, outcome)
     if as_json:
-        typer.echo(json.dumps(_record(dim, layers, error, times, held)))
+        typer.echo(json.dumps(_record(options, outcome, report)))
     else:
-        _show(f"{layers} GPT blocks, d={dim}, 2 × 64 tokens, one CPU thread, torch {torch.__version__}", times, held)
-        good = "[green]equal[/green]" if error < TOLERANCE else "[red]NOT equal[/red]"
-        Console().print(f"Gradients {good} to plain autograd's: largest relative difference {error:.1e}.")
-    if not error < TOLERANCE:
+        _show(options, outcome, report)
+    if not outcome.gradient_error < TOLERANCE:
         raise typer.Exit(1)
 
 
-def _show(title: str, times: dict[str, Times], held: dict[str, tuple[int, int]]) -> None:
-    table = Table(title=title)
-    for heading in ("backward", "I, ms", "W, ms", "I + W", "over fused", "held after F", "held after I"):
-        table.add_column(heading, justify="left" if heading == "backward" else "right")
-    table.add_row("fused", "", "", f"{times['fused'].i:.2f}", "1.00", "", "")
-    for name, label in (("torch", "torch's split"), ("sternway", "[bold]sternway.split[/bold]")):
-        mine, (after_forward, after_i) = times[name], held[name]
+def _train(options: Options, *, quiet: bool) -> Outcome:
+    """Start the processes and follow them; the first rank's outcome."""
+    context: Any = torch.multiprocessing.get_context("spawn")
+    reports = context.SimpleQueue()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = [
+        context.Process(target=run, args=(rank, port, options, reports), daemon=True) for rank in range(options.ranks)
+    ]
+    for process in processes:
+        process.start()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+    )
+    try:
+        with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+            task = bar.add_task("starting", total=options.steps)
+            while True:
+                kind, *values = _next_report(reports, processes)
+                if kind == "step":
+                    step, loss, speed = values
+                    bar.update(task, completed=step, description=f"loss {loss:.3f}, {speed:,.0f} tokens/s")
+                elif kind == "phase":
+                    bar.update(task, description=values[0])
+                elif kind == "error":
+                    raise PipelineError("every process of the demo finishes", got=values[0], fix="see above")
+                else:
+                    outcome: Outcome = values[0]
+                    return outcome
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+
+
+def _next_report(reports: Any, processes: list[Any]) -> tuple[Any, ...]:
+    """The next report; an error if there will be none."""
+    while reports.empty():
+        if all(not process.is_alive() for process in processes):
+            raise PipelineError("the first process reports", got="nothing: all have ended", fix="see what they printed")
+        processes[0].join(timeout=0.05)
+    report: tuple[Any, ...] = reports.get()
+    return report
+
+
+def _efficiency(options: Options, outcome: Outcome, seconds: float) -> float:
+    return outcome.one_process / (options.ranks * seconds)
+
+
+def _show(options: Options, outcome: Outcome, report: Path | None) -> None:
+    console = Console()
+    table = Table(
+        title=f"{options.layers}-block GPT, d={options.dim}, {options.microbatches} microbatches of "
+        f"{options.rows} × {options.length} bytes, {options.ranks} processes, one thread each"
+    )
+    for heading in ("step by", "ms", "efficiency", "bubble measured", "planned", "peak memory"):
+        table.add_column(heading, justify="left" if heading == "step by" else "right")
+    table.add_row("one process", f"{1e3 * outcome.one_process:.0f}", "", "", "", "")
+    for name, seconds in outcome.seconds.items():
+        ours = name.startswith("sternway")
         table.add_row(
-            label,
-            f"{mine.i:.2f}",
-            f"{mine.w:.2f}",
-            f"{mine.i + mine.w:.2f}",
-            f"{mine.ratio:.2f}",
-            f"{after_forward / MIB:.1f} MiB",
-            f"{after_i / MIB:.1f} MiB",
+            f"[bold]{name}[/bold]" if ours else name,
+            f"{1e3 * seconds:.0f}",
+            f"{_efficiency(options, outcome, seconds):.2f}",
+            f"{outcome.measured_bubble:.1%}" if ours else "",
+            f"{outcome.planned_bubble:.1%}" if ours else "",
+            f"{outcome.peaks[name] / 2**20:.0f} MiB" if outcome.peaks[name] else "",
         )
-    Console().print(table)
+    console.print(table)
+    good = "[green]equal[/green]" if outcome.gradient_error < TOLERANCE else "[red]NOT equal[/red]"
+    console.print(
+        f"First step's gradients {good} to one process's: largest relative difference {outcome.gradient_error:.1e}."
+    )
+    console.print(f"Loss {outcome.losses[0]:.3f} → {outcome.losses[-1]:.3f} in {options.steps} steps.")
+    if report is not None:
+        console.print(f"Report: {report}")
 
 
-def _record(
-    dim: int, layers: int, error: float, times: dict[str, Times], held: dict[str, tuple[int, int]]
-) -> dict[str, object]:
+def _record(options: Options, outcome: Outcome, report: Path | None) -> dict[str, object]:
     return {
         "torch": torch.__version__,
-        "dim": dim,
-        "layers": layers,
-        "largest_relative_difference": error,
-        "gradients_equal": error < TOLERANCE,
-        "fused_ms": times["fused"].i,
-        **{
-            name: {
-                "i_ms": times[name].i,
-                "w_ms": times[name].w,
-                "over_fused": times[name].ratio,
-                "held_after_f": held[name][0],
-                "held_after_i": held[name][1],
-            }
-            for name in held
-        },
+        "ranks": options.ranks,
+        "schedule": outcome.schedule_name,
+        "steps": options.steps,
+        "losses": outcome.losses,
+        "gradients_equal": outcome.gradient_error < TOLERANCE,
+        "largest_relative_difference": outcome.gradient_error,
+        "one_process_ms": 1e3 * outcome.one_process,
+        "step_ms": {name: 1e3 * seconds for name, seconds in outcome.seconds.items()},
+        "efficiency": {name: _efficiency(options, outcome, seconds) for name, seconds in outcome.seconds.items()},
+        "bubble_planned": outcome.planned_bubble,
+        "bubble_measured": outcome.measured_bubble,
+        "peak_bytes": outcome.peaks,
+        "report": str(report) if report is not None else None,
     }
+
+
+def _write_report(out: Path, options: Options, outcome: Outcome) -> Path | None:
+    return None

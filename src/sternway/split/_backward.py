@@ -8,7 +8,7 @@ still have changed it), and the saved tensors are still there. Everything else i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -61,7 +61,7 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
     edges = dict.fromkeys(wanted.values())
     edges |= dict.fromkeys([(leaf, 0) for leaf in plan.ready])
     edges |= dict.fromkeys([(cut.node, 0) for cut in plan.cuts if not cut.runs_in_i])
-    with _catching(plan.cuts) as catches, _hidden_hooks(plan.ready), _stopped(plan.passed) as stopped:
+    with _catching(plan.cuts) as catches, _hidden_hooks(plan.ready), _stopped(plan.inner) as stopped:
         found = torch.autograd.grad(tensors, [GradientEdge(*edge) for edge in edges], grads, allow_unused=True)
     grad_at = dict(zip(edges, found, strict=True)) | stopped
     for catch in catches:
@@ -78,14 +78,14 @@ def _catching(cuts: list[Cut]) -> Iterator[list[Catch]]:
     """While the engine runs, catch at each cut the gradient that arrives there and what W needs beside it."""
     catches = [Catch(cut) for cut in cuts]
     handles = []
-    for catch in catches:
-        if catch.cut.checkpointed:
-            handles.append(catch.cut.node.register_prehook(catch.read_and_keep))
-        else:
-            catch.read()
-            if catch.cut.runs_in_i:
-                handles.append(catch.cut.node.register_prehook(catch.grads.append))
     try:
+        for catch in catches:
+            if catch.cut.checkpointed:
+                handles.append(catch.cut.node.register_prehook(catch.read_and_keep))
+            else:
+                catch.read()
+                if catch.cut.runs_in_i:
+                    handles.append(catch.cut.node.register_prehook(catch.grads.append))
         yield catches
     finally:
         for handle in handles:
@@ -157,6 +157,13 @@ def _roots(outputs: Any, grad_outputs: Any) -> tuple[list[Any], list[Tensor | No
 
 def _input_edges(inputs: Any) -> dict[int, Edge]:
     """Where each input that needs a gradient sits in the graph, by the input's id."""
+    for leaf in leaves(inputs):
+        if isinstance(leaf, Iterable) and not isinstance(leaf, Tensor | GradientEdge | str | bytes):
+            raise SplitError(
+                "inputs are nested in tuples, lists, dicts and dataclasses",
+                got=f"a {type(leaf).__name__}",
+                fix="make a list or a tuple of it",
+            )
     return {
         id(leaf): _edge(leaf)
         for leaf in leaves(inputs)
@@ -180,10 +187,14 @@ def _hidden_hooks(leaves: list[Node]) -> Iterator[None]:
     Reading a gradient at a leaf runs the leaf's tensor hooks. They must run once, in W, on the whole gradient.
     """
     hidden = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf.variable._backward_hooks)]
-    for hooks, _ in hidden:
-        hooks.clear()
+    for hooks, held in hidden:
+        hooks.update(dict.fromkeys(held, _no_hook))
     try:
         yield
     finally:
         for hooks, held in hidden:
-            hooks.update(held)
+            hooks.update({key: hook for key, hook in held.items() if key in hooks})  # some may be removed by now
+
+
+def _no_hook(grad: Tensor) -> None:
+    """In the place of a hook whose turn has not come."""

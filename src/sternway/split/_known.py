@@ -35,28 +35,28 @@ _AS_IT_IS = Later(lambda grad: grad)
 
 @rule("AddmmBackward0", 2)
 def _addmm_right(node: Any) -> Product:
-    return Product(left=node._saved_mat1, scale=node._saved_alpha)
+    return Product(left=node._saved_mat1, scale=node._saved_alpha.conjugate())
 
 
 @rule("AddmmBackward0", 1, role="other_side")
 def _addmm_left(node: Any) -> Product:
-    return Product(right=node._saved_mat2, scale=node._saved_alpha)
+    return Product(right=node._saved_mat2, scale=node._saved_alpha.conjugate())
 
 
 @rule("BaddbmmBackward0", 2)
 def _baddbmm_right(node: Any) -> Product:
-    return Product(left=node._saved_batch1, scale=node._saved_alpha)
+    return Product(left=node._saved_batch1, scale=node._saved_alpha.conjugate())
 
 
 @rule("BaddbmmBackward0", 1, role="other_side")
 def _baddbmm_left(node: Any) -> Product:
-    return Product(right=node._saved_batch2, scale=node._saved_alpha)
+    return Product(right=node._saved_batch2, scale=node._saved_alpha.conjugate())
 
 
 @rule("AddmmBackward0", 0, role="rider")
 @rule("BaddbmmBackward0", 0, role="rider")
 def _added(node: Any) -> Later:
-    beta = node._saved_beta
+    beta = node._saved_beta.conjugate()
     return _AS_IT_IS if beta == 1 else Later(lambda grad: grad * beta)
 
 

@@ -20,17 +20,22 @@ class Later:
         torch.Size([2, 1])
     """
 
-    __slots__ = ("_compute", "kept")
+    __slots__ = ("_compute", "_versions", "kept")
 
     def __init__(self, compute: Callable[..., Tensor], *kept: Tensor) -> None:
         self._compute = compute
         # A saved tensor comes back with its history; holding that would hold the graph.
         self.kept = tuple([tensor.detach() for tensor in kept])
+        self._versions = [tensor._version for tensor in self.kept]
 
     def gradient(self, grad: Tensor, transposed: bool = False) -> Tensor:
         """The operand's gradient, its last two dimensions swapped if ``transposed``."""
         value = self._compute(grad, *self.kept)
         return value.mT if transposed else value
+
+    def was_changed(self) -> bool:
+        """Whether what was kept has been changed in place since."""
+        return self._versions != [tensor._version for tensor in self.kept]
 
 
 class Product(Later):
@@ -54,6 +59,7 @@ class Product(Later):
         if known is None or (left is not None and right is not None):
             raise TypeError("Product takes one side of the product, left or right")
         self.kept = (known.detach(),)
+        self._versions = [known._version]
 
     def gradient(self, grad: Tensor, transposed: bool = False) -> Tensor:
         left, right = self._factors(grad, transposed)
@@ -65,7 +71,7 @@ class Product(Later):
 
         Under autocast they do not: the factors are 16-bit, the total 32-bit.
         """
-        if grad.dtype != total.dtype or grad.ndim != total.ndim:
+        if grad.dtype != total.dtype or grad.ndim != total.ndim or total.layout != torch.strided:
             return False
         left, right = self._factors(grad, transposed)
         if total.ndim == 2:

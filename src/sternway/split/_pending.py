@@ -9,6 +9,7 @@ part and the parameter (a slice, ``W + A @ B``), the engine takes the parts from
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -21,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 from sternway.errors import PendingError
 from sternway.split._later import Later, Product, storage_bytes
 from sternway.split._plan import Cut
-from sternway.split._saved import read_twice
+from sternway.split._saved import read_again
 from sternway.split._target import Edge, Node, leaves_behind
 
 
@@ -42,7 +43,7 @@ class Catch:
 
     def read_and_keep(self, grads: tuple[Tensor | None, ...]) -> None:
         """The same for a node under a checkpoint, where it must happen as the node is about to run."""
-        read_twice(self.cut.node)
+        read_again(self.cut.node, times=len(self.cut.waits))
         self.read()
         self.grads.append(grads)
 
@@ -50,23 +51,40 @@ class Catch:
 class Part:
     """One contribution to a parameter: ``later`` of ``grad``, or ``grad`` itself."""
 
-    __slots__ = ("edge", "grad", "later", "transposed")
+    __slots__ = ("edge", "grad", "later", "transposed", "version")
 
     def __init__(self, grad: Tensor, later: Later | None, edge: Edge, transposed: bool) -> None:
         self.grad, self.later = grad, later
         self.edge = edge  # where the contribution goes
         self.transposed = transposed  # the parameter is the transpose of what the contribution is to
+        self.version = grad._version
+
+    def check(self) -> None:
+        """Raise if what W needs was changed since I, as autograd does for what it saves."""
+        if self.grad._version != self.version or (self.later is not None and self.later.was_changed()):
+            raise PendingError(
+                "what I leaves for W stays as it is",
+                got=f"a tensor of shape {tuple(self.grad.shape)}, or what it is multiplied with, changed in place",
+                fix="change a copy, or run W first",
+            )
 
     def value(self, transposed: bool = False) -> Tensor:
         return self.grad if self.later is None else self.later.gradient(self.grad, transposed)
+
+    def compute_if_from(self, storages: set[int]) -> None:
+        """Compute the value now, if it is made from one of these storages."""
+        if self.later is not None and any(kept.data_ptr() in storages for kept in self.later.kept):
+            self.check()
+            self.grad, self.later = _reduced(self), None
+            self.version = self.grad._version
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.grad, *(self.later.kept if self.later is not None else ()))
 
 
 @dataclass(slots=True)
-class _Tangle:
-    """Parts with something between them and the parameters they end in: the engine takes them on together."""
+class _Group:
+    """Parts that the engine takes on together: they share parameters, or hooks, or a graph on the way to them."""
 
     leaves: dict[Node, None]
     parts: list[Part]
@@ -81,44 +99,44 @@ class Pending:
     def __init__(self, catches: Iterable[Catch], ready: Iterable[tuple[Node, Tensor]]) -> None:
         self._state = "waiting"
         self._direct: dict[Node, list[Part]] = {}
-        self._tangles: list[_Tangle] = []
+        self._groups: deque[_Group] = deque()
         late: dict[Node, None] = {}
         for catch in catches:
             if not catch.grads or (grad := catch.grads[0][0]) is None:
                 continue  # no gradient reached the cut
             for wait, later in zip(catch.cut.waits, catch.laters, strict=True):
                 if wait.target is None:
-                    self._tangle(Part(grad, later, wait.edge, False), late)
+                    self._group(Part(grad, later, wait.edge, False), late)
                 else:
                     leaf, transposed = wait.target
                     self._direct.setdefault(leaf, []).append(Part(grad, later, wait.edge, transposed))
                     late[leaf] = None
         for leaf, grad in ready:
             self._direct.setdefault(leaf, []).append(Part(grad, None, (leaf, 0), False))
-        for tangle in self._tangles:
-            for leaf in tangle.leaves:
-                tangle.parts += self._direct.pop(leaf, ())
+        for group in self._groups:
+            for leaf in group.leaves:
+                group.parts += self._direct.pop(leaf, ())
         self.deferred: tuple[Tensor, ...] = tuple([leaf.variable for leaf in late])
         """Parameters whose gradient is computed in ``run()``, at least in part."""
         self.ready: tuple[Tensor, ...] = tuple([leaf.variable for leaf, _ in ready if leaf not in late])
         """Parameters whose gradient is computed already and only waits to be accumulated."""
 
-    def _tangle(self, part: Part, late: dict[Node, None]) -> None:
+    def _group(self, part: Part, late: dict[Node, None]) -> None:
         """Put ``part`` with whatever shares a parameter with it."""
-        merged = _Tangle(dict.fromkeys(leaves_behind(part.edge)), [part])
+        merged = _Group(dict.fromkeys(leaves_behind(part.edge)), [part])
         late |= merged.leaves
-        apart: list[_Tangle] = []
-        for tangle in self._tangles:
-            if merged.leaves.keys().isdisjoint(tangle.leaves):
-                apart.append(tangle)
+        apart: deque[_Group] = deque()
+        for group in self._groups:
+            if merged.leaves.keys().isdisjoint(group.leaves):
+                apart.append(group)
             else:
-                merged = _Tangle(tangle.leaves | merged.leaves, tangle.parts + merged.parts)
-        self._tangles = [*apart, merged]
+                merged = _Group(group.leaves | merged.leaves, group.parts + merged.parts)
+        self._groups = deque([*apart, merged])
 
     @property
     def nbytes(self) -> int:
         """Bytes held until ``run()``, each storage once, the parameters' own not counted."""
-        parts = [*chain(*self._direct.values()), *chain(*(tangle.parts for tangle in self._tangles))]
+        parts = [*chain(*self._direct.values()), *chain(*(group.parts for group in self._groups))]
         tensors = [tensor for part in parts for tensor in part.tensors()]
         return storage_bytes(tensors, [*self.deferred, *self.ready])
 
@@ -136,25 +154,46 @@ class Pending:
             )
         self._state = "failed half-way"
         anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        self._take_watched_apart(everything=anomaly)
+        direct, groups = self._direct, self._groups
         written: list[Tensor] = []
-        sums: list[tuple[Tensor, Tensor]] = []
-        direct, tangles = self._direct, self._tangles
+        sums = _Sums()
         with torch.no_grad():
-            while direct:
+            while direct:  # nobody watches these, so that nothing runs in between
                 leaf, parts = direct.popitem()
                 parameter = leaf.variable
-                if not anomaly and _unwatched(parameter):
+                if parameter.requires_grad:
                     _accumulate(parameter, parts, sums)
                     written.append(parameter)
-                else:
-                    _hand_to_engine([leaf], parts, anomaly)
-            while tangles:
-                tangle = tangles.pop()
-                _hand_to_engine(list(tangle.leaves), tangle.parts, anomaly)
-            if sums:
-                torch._foreach_add_([total for total, _ in sums], [value for _, value in sums])
+            sums.add()
+            while groups:
+                _hand_to_engine(groups.popleft(), anomaly)
         _notify(written)
         self._state = "has run"
+
+    def _take_watched_apart(self, everything: bool) -> None:
+        """Move what the engine must accumulate from the direct parts to the groups.
+
+        Leaves with tensor hooks go together, since a hook may stand for several of them. What a hook might change
+        (another parameter, as an optimizer in the backward does) is computed before any hook runs.
+        """
+        hooked = _Group({}, [])
+        for leaf in [leaf for leaf in self._direct if everything or not _unwatched(leaf.variable)]:
+            parts = self._direct.pop(leaf)
+            if not leaf.variable.requires_grad:
+                continue
+            if leaf.variable._backward_hooks:
+                hooked.leaves[leaf] = None
+                hooked.parts += parts
+            else:
+                self._groups.append(_Group({leaf: None}, parts))
+        if hooked.parts:
+            self._groups.append(hooked)
+        if self._groups:
+            owned = {p.data_ptr() for p in (*self.deferred, *self.ready) if p.layout == torch.strided}
+            with torch.no_grad():
+                for part in chain(*(group.parts for group in self._groups)):
+                    part.compute_if_from(owned)
 
     def __repr__(self) -> str:
         return (
@@ -168,6 +207,8 @@ def _unwatched(parameter: Tensor) -> bool:
     grad = parameter.grad
     return (
         type(parameter) in (Tensor, torch.nn.Parameter)
+        and parameter.layout == torch.strided
+        and getattr(parameter, "grad_dtype", parameter.dtype) == parameter.dtype
         and not parameter._backward_hooks
         and not parameter._post_accumulate_grad_hooks
         and (
@@ -182,12 +223,30 @@ def _unwatched(parameter: Tensor) -> bool:
     )
 
 
-def _accumulate(parameter: Tensor, parts: list[Part], sums: list[tuple[Tensor, Tensor]]) -> None:
+class _Sums:
+    """Plain sums, left to be done in one call."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def put(self, total: Tensor, value: Tensor) -> None:
+        if id(total) in self.values:  # one call must not write twice to one place
+            total.add_(value)
+        else:
+            self.values[id(total)] = (total, value)
+
+    def add(self) -> None:
+        if self.values:
+            totals, values = zip(*self.values.values(), strict=True)
+            torch._foreach_add_(totals, values)
+
+
+def _accumulate(parameter: Tensor, parts: list[Part], sums: _Sums) -> None:
     """Add the parts to ``parameter.grad``; a plain sum is left in ``sums``, to be done with others in one call."""
     while parts:
         part = parts.pop()
-        total = parameter.grad
-        later = part.later
+        part.check()
+        later, total = part.later, parameter.grad
         if total is not None and isinstance(later, Product) and later.add_to(total, part.grad, part.transposed):
             continue
         value = part.value(part.transposed)
@@ -195,8 +254,10 @@ def _accumulate(parameter: Tensor, parts: list[Part], sums: list[tuple[Tensor, T
             value = value.sum_to_size(parameter.shape)
         if total is None:
             parameter.grad = _own(value, parameter, part)
+        elif total.layout != torch.strided:  # a sparse gradient before
+            parameter.grad = value + total
         elif value.layout == torch.strided and value.dtype == total.dtype:
-            sums.append((total, value))
+            sums.put(total, value)
         else:
             total.add_(value)
 
@@ -205,28 +266,33 @@ def _own(value: Tensor, parameter: Tensor, part: Part) -> Tensor:
     """``value`` as a first ``.grad``: of the parameter's type and layout, and sharing memory with nothing."""
     if value.layout != torch.strided:
         return value.clone() if part.later is None else value
-    shared = {tensor.untyped_storage().data_ptr() for tensor in part.tensors()}
+    shared = {t.untyped_storage().data_ptr() for t in part.tensors() if t.layout == torch.strided}
+    dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
     if (
         value.dtype == parameter.dtype
-        and value.stride() == parameter.stride()
+        and (value.stride() == parameter.stride() if dense else value.is_contiguous())
         and value.untyped_storage().data_ptr() not in shared
     ):
         return value
-    return torch.empty_like(parameter).copy_(value)
+    like = torch.empty_like(parameter) if dense else torch.empty_like(parameter, memory_format=torch.contiguous_format)
+    return like.copy_(value)
 
 
-def _hand_to_engine(leaves: list[Node], parts: list[Part], anomaly: bool) -> None:
+def _hand_to_engine(group: _Group, anomaly: bool) -> None:
     """Let the engine run from the parts' edges on: whatever lies between, the hooks, the accumulation."""
-    values = [_reduced(part) for part in parts]
+    edges, values = [], []
+    while group.parts:
+        part = group.parts.pop(0)
+        part.check()
+        edges.append(GradientEdge(*part.edge))
+        values.append(_reduced(part))
     if anomaly and any(value.isnan().any() for value in values):
-        shapes = ", ".join(str(tuple(leaf.variable.shape)) for leaf in leaves)
+        shapes = ", ".join(str(tuple(leaf.variable.shape)) for leaf in group.leaves)
         raise PendingError(
             "under detect_anomaly no gradient may be nan",
             got=f"nan in W, for the parameter of shape {shapes}",
             fix="look for the operation in the forward whose output feeds this parameter's matrix product",
         )
-    edges = [GradientEdge(*part.edge) for part in parts]
-    parts.clear()
     torch.autograd.backward(edges, values)
 
 

@@ -57,7 +57,7 @@ class Plan:
 
     cuts: list[Cut]
     ready: list[Node]
-    passed: list[Edge]  # inputs that are one output of a node which I runs for another of its outputs
+    inner: list[Edge]  # inputs inside the graph, at which gradient must be stopped if something below needs it
 
 
 def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> Plan:
@@ -71,8 +71,8 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> Plan:
             cut.waits.remove(wait)
             cut.runs_in_i = True
         planner.walk([wait.edge[0] for _, wait in clashes])
-    passed = [edge for edge in inputs if edge[0] in planner.spine]
-    return Plan([cut for cut in planner.cuts if cut.waits], planner.leaves, passed)
+    inner = [edge for edge in inputs if type(edge[0]).__name__ != "AccumulateGrad"]
+    return Plan([cut for cut in planner.cuts if cut.waits], planner.leaves, inner)
 
 
 class _Planner:
@@ -81,6 +81,7 @@ class _Planner:
         self.input_nodes = {node for node, _ in inputs}
         self.chains: dict[Node, bool] = {}
         self.from_inputs: dict[Node, bool] = {}
+        self.not_recomputed: set[Node] = set()
         self.spine: set[Node] = set()
         self.leaves: list[Node] = []
         self.cuts: list[Cut] = []
@@ -134,7 +135,7 @@ class _Planner:
         for operand in operands:
             if operand.position < len(edges) and (edge := edges[operand.position])[0] is not None:
                 target = direct_target(edge, self.input_nodes)
-                if target is not None or self.is_chain(edge):
+                if target is not None or (self.is_chain(edge) and not self.is_recomputed(edge)):
                     waits.append(Wait(operand, edge, target))
         return waits
 
@@ -142,7 +143,7 @@ class _Planner:
         """The first operand that is made of parameters alone, if not in a plain chain, such as ``W + A @ B``."""
         for operand in operands:
             edge = edges[operand.position] if operand.position < len(edges) else (None, 0)
-            if edge[0] is not None and not self.leads_to_input(edge):
+            if edge[0] is not None and not self.leads_to_input(edge) and not self.is_recomputed(edge):
                 return [Wait(operand, edge, None)]
         return []
 
@@ -151,18 +152,35 @@ class _Planner:
         if edge in self.inputs:
             return False
         known = self.chains
-        if edge[0] not in known:
-            stack, seen, chain = [edge[0]], {edge[0]}, True
-            while stack and chain:
-                node = stack.pop()
-                below = [next_edge for next_edge in node.next_functions if next_edge[0] is not None]
-                chain = known.get(node, True) and type(node).__name__ not in RULES
-                chain = chain and self.inputs.isdisjoint(below)
-                new = {child for child, _ in below} - seen
-                seen |= new
-                stack += new
-            known[edge[0]] = chain
-        return known[edge[0]]
+        stack, seen, chain = [edge[0]], {edge[0]}, True
+        while stack and chain:
+            node = stack.pop()
+            if node in known:
+                chain = known[node]
+                continue
+            below = [next_edge for next_edge in node.next_functions if next_edge[0] is not None]
+            chain = type(node).__name__ not in RULES and self.inputs.isdisjoint(below)
+            new = {child for child, _ in below} - seen
+            seen |= new
+            stack += new
+        if chain:
+            known.update(dict.fromkeys(seen, True))
+        else:
+            known[edge[0]] = False
+        return chain
+
+    def is_recomputed(self, edge: Edge) -> bool:
+        """Whether W, going through what lies behind ``edge``, would make a checkpoint recompute once more."""
+        stack, seen = [edge[0]], self.not_recomputed
+        while stack:
+            node = stack.pop()
+            if node in seen or type(node).__name__ == "AccumulateGrad":
+                continue
+            if packing(node) is Packing.CHECKPOINT:
+                return True
+            seen.add(node)
+            stack += [child for child, _ in node.next_functions if child is not None]
+        return False
 
     def leads_to_input(self, edge: Edge) -> bool:
         """Whether an input lies behind ``edge``: depth first, without recursion, each node looked at once."""

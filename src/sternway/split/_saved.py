@@ -4,7 +4,7 @@ A rule reads a tensor that the node reads too, when it runs. Three cases, by who
 
 - nobody: both read it; it is one tensor.
 - ``torch.utils.checkpoint`` (``use_reentrant=False``): the first read recomputes the whole region, and each tensor may
-  be read once in a backward. ``read_twice`` grants one read more. The rule reads while the engine is about to run the
+  be read once in a backward. ``read_again`` grants more reads. The rule reads while the engine is about to run the
   node, so that it is the same recomputation, and no region is recomputed before its turn.
 - other hooks (``save_on_cpu``, a user's): unpacking may be costly (a copy back from the CPU) and may be counted. The
   node unpacks whatever it saved even if only its input gradient is asked for, so waiting would unpack twice. Such a
@@ -64,19 +64,21 @@ def packing(node: Any) -> Packing:
     return Packing.FOREIGN
 
 
-class _OneReadMore(dict[Any, Any]):
-    """A holder's ``handles``, where marking the tensor as read is ignored the first time."""
+class _MoreReads(dict[Any, Any]):
+    """A holder's ``handles``, where marking the tensor as read is ignored the first few times."""
 
-    spared = False
+    def __init__(self, handles: dict[Any, Any], more: int) -> None:
+        super().__init__(handles)
+        self.more = more
 
     def __setitem__(self, group: Any, handle: Any) -> None:
-        if handle is None and not self.spared:
-            self.spared = True
+        if handle is None and self.more:
+            self.more -= 1
         else:
             super().__setitem__(group, handle)
 
 
-def read_twice(node: Any) -> None:
-    """Let each tensor that a checkpoint stands in for be read once more than it allows."""
+def read_again(node: Any, times: int) -> None:
+    """Let each tensor that a checkpoint stands in for be read so many times more than it allows."""
     for holder in _packed(node):
-        holder.handles = _OneReadMore(holder.handles)
+        holder.handles = _MoreReads(holder.handles, times)

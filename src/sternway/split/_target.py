@@ -17,14 +17,18 @@ class Target(NamedTuple):
 
 def direct_target(edge: Edge, stop_at: set[Node]) -> Target | None:
     """The leaf that ``edge`` leads to through transposes and casts alone, not passing ``stop_at``."""
-    node, transposed = edge[0], False
+    node, transposed, cast = edge[0], False, False
     while node not in stop_at:
         kind = type(node).__name__
         if kind == "AccumulateGrad":
             return Target(node, transposed)
-        if kind == "TBackward0" or (kind == "TransposeBackward0" and _swaps_last_two(node)):
+        if kind == "TBackward0":
+            transposed ^= len(node._input_metadata[0].shape) == 2  # .t() of a vector is the vector
+        elif kind == "TransposeBackward0" and _swaps_last_two(node):
             transposed = not transposed
-        elif kind != "ToCopyBackward0":
+        elif kind == "ToCopyBackward0" and not cast and _changes_precision_only(node):
+            cast = True  # a second one might round in between
+        else:
             return None
         node = node.next_functions[0][0]
     return None
@@ -42,6 +46,12 @@ def leaves_behind(edge: Edge) -> list[Node]:
         seen |= new
         stack += new
     return list(found)
+
+
+def _changes_precision_only(node: Node) -> bool:
+    child, index = node.next_functions[0]
+    after, before = node._input_metadata[0], child._input_metadata[index]
+    return after.device == before.device and after.dtype.is_complex == before.dtype.is_complex  # type: ignore[no-any-return]
 
 
 def _swaps_last_two(node: Node) -> bool:

@@ -25,7 +25,8 @@ def children(tree: Any) -> list[tuple[str, Any]] | None:
     if isinstance(tree, tuple | list):
         return [(f"[{index}]", value) for index, value in enumerate(tree)]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [(f".{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+        fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+        return [(f".{name}", getattr(tree, name)) for name in fields]
     return None
 
 
@@ -46,14 +47,14 @@ def replace_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
         return function(tree)
     values = [replace_leaves(function, part) for _, part in parts]
     if isinstance(tree, tuple):
-        return type(tree)(*values) if hasattr(tree, "_fields") else tuple(values)
+        return type(tree)._make(values) if hasattr(tree, "_make") else tuple(values)
     if isinstance(tree, list):
         return values
     if isinstance(tree, Mapping):
         return dict(zip(tree, values, strict=True))
     twin = copy.copy(tree)  # not dataclasses.replace: it would run __post_init__ on gradients
-    for field, value in zip(dataclasses.fields(tree), values, strict=True):
-        object.__setattr__(twin, field.name, value)
+    for (step, _), value in zip(parts, values, strict=True):
+        object.__setattr__(twin, step.removeprefix("."), value)
     return twin
 
 
@@ -68,18 +69,19 @@ def pair_leaves(outputs: Any, grads: Any, where: str = "outputs") -> Iterator[tu
             yield from pair_leaves(part, None, where + step)
         return
     theirs = children(grads)
-    if theirs is None or len(theirs) != len(parts):
+    same_keys = not isinstance(outputs, Mapping) or (isinstance(grads, Mapping) and outputs.keys() == grads.keys())
+    if theirs is None or len(theirs) != len(parts) or not same_keys:
         raise SplitError(
             "grad_outputs has the structure of outputs",
             got=f"{_describe(grads)} for {where}, which is {_describe(outputs)}",
             fix="pass one gradient (or None) for each output, nested as the outputs are",
         )
-    by_step = dict(theirs)
-    for (step, part), (_, in_order) in zip(parts, theirs, strict=True):
-        grad = by_step.get(step, in_order) if isinstance(outputs, Mapping) else in_order
+    ordered = [grads[key] for key in outputs] if isinstance(outputs, Mapping) else [grad for _, grad in theirs]
+    for (step, part), grad in zip(parts, ordered, strict=True):
         yield from pair_leaves(part, grad, where + step)
 
 
 def _describe(tree: Any) -> str:
     parts = children(tree)
-    return f"a {type(tree).__name__}" + (f" of {len(parts)}" if parts is not None else "")
+    keys = f" with {list(tree)}" if isinstance(tree, Mapping) else ""
+    return f"a {type(tree).__name__}" + (f" of {len(parts)}" if parts is not None else "") + keys

@@ -1,0 +1,231 @@
+"""``sternway plan``: which schedule is best for these costs and this memory, and is mine right?
+
+sternway plan --ranks 8 --microbatches 24 --costs F=18.5,I=18.1,W=9.3,comm=0.6 --memory 16 --out plan/
+sternway plan --check mine.csv --costs F=18.5,I=18.1,W=9.3
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from sternway import schedule
+from sternway.errors import ScheduleError
+from sternway.schedule import Costs, Schedule, Timeline
+
+_FIELDS = ("F", "I", "W", "comm")
+
+
+def plan(
+    ranks: Annotated[int | None, typer.Option(help="How many ranks the pipeline has.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="How many microbatches a step has.")] = None,
+    costs: Annotated[
+        str,
+        typer.Option(
+            help="Times of one microbatch through one rank's share, as F=1,I=1,W=1,comm=0. "
+            "Uneven stages: one number for each, as F=1:1:1.4."
+        ),
+    ] = "",
+    memory: Annotated[
+        float | None,
+        typer.Option(help="Most microbatches' activations a rank may keep. Unless given, 1F1B's: the ranks."),
+    ] = None,
+    memory_after_i: Annotated[
+        float, typer.Option(help="What I leaves of what F kept, until W: 1 all of it, 0 nothing.")
+    ] = 1.0,
+    check: Annotated[Path | None, typer.Option(help="Check and time this schedule (.csv or .json) instead.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write CSV, JSON, SVG and trace into this directory.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
+) -> None:
+    """Compare every schedule under a memory limit, search a better one, and draw the best."""
+    try:
+        parsed = parse_costs(costs, memory_after_i)
+        if check is not None:
+            result = _check_file(check, parsed, memory, out, quiet=as_json)
+        elif ranks is None or microbatches is None:
+            raise typer.BadParameter("give --ranks and --microbatches, or --check FILE")
+        else:
+            limit = float(ranks) if memory is None else memory
+            result = _compare(parsed, ranks, microbatches, limit, out, quiet=as_json)
+    except ScheduleError as error:
+        if as_json:
+            _print_json({"ok": False, "error": {"rule": error.rule, "got": error.got, "fix": error.fix}})
+        else:
+            typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        _print_json({"ok": True, **result})
+
+
+def parse_costs(text: str, memory_after_i: float = 1.0) -> Costs:
+    """Read costs as the command line has them.
+
+    Example:
+        >>> parse_costs("F=2,W=0.5:0.7").W
+        (0.5, 0.7)
+
+    Raises:
+        ScheduleError: a name or a number that is not one.
+    """
+    values: dict[str, Any] = {}
+    for item in filter(None, text.replace(" ", "").split(",")):
+        name, _, value = item.partition("=")
+        if name not in _FIELDS or name in values:
+            raise ScheduleError(
+                f"costs are {', '.join(_FIELDS)}, each once", got=repr(item), fix="write F=1,I=1,W=1,comm=0"
+            )
+        try:
+            numbers = [float(number) for number in value.split(":")]
+        except ValueError:
+            raise ScheduleError(
+                "a cost is a number, or one for each stage with colons between",
+                got=repr(item),
+                fix="write F=1 or F=1:1:1.4",
+            ) from None
+        values[name] = numbers[0] if len(numbers) == 1 else numbers
+    return Costs(**values, memory_after_I=memory_after_i)
+
+
+def _compare(
+    costs: Costs, ranks: int, microbatches: int, limit: float, out: Path | None, *, quiet: bool
+) -> dict[str, Any]:
+    """Compare, draw the best, write it; return what ``--json`` prints."""
+    with _progress(quiet) as report:
+        comparison = schedule.best(costs, ranks=ranks, microbatches=microbatches, memory_limit=limit, progress=report)
+    best = comparison.best
+    files = _write(best.timeline, out)
+    rows = [
+        {
+            "name": row.name,
+            "bubble_rate": row.bubble_rate,
+            "makespan": row.makespan,
+            "peak_memory": row.peak_memory,
+            "gap": row.gap,
+            "fits": row.fits,
+        }
+        for row in comparison.rows
+    ]
+    if not quiet:
+        _print_table(rows, best.name, f"{ranks} ranks, {microbatches} microbatches, memory limit {limit:g}")
+        for name, reason in comparison.unmade:
+            typer.echo(f"{name}: {reason}")
+        _print_timeline(best.timeline, files)
+    return {
+        "ranks": ranks,
+        "microbatches": microbatches,
+        "memory_limit": limit,
+        "rows": rows,
+        "unmade": dict(comparison.unmade),
+        "best": best.name,
+        "schedule": json.loads(best.schedule.to_json()),
+        "files": [str(path) for path in files],
+    }
+
+
+def _check_file(path: Path, costs: Costs, memory: float | None, out: Path | None, *, quiet: bool) -> dict[str, Any]:
+    """Check and time a user's own schedule; return what ``--json`` prints."""
+    found = _read(path).check(memory_limit=memory, costs=costs)
+    timeline = found.simulate(costs)
+    files = _write(timeline, out)
+    if not quiet:
+        typer.echo(f"{path}: placed, complete, ordered, executable" + (", in memory" if memory is not None else ""))
+        _print_timeline(timeline, files)
+    return {
+        "ranks": found.ranks,
+        "microbatches": found.num_microbatches,
+        "memory_limit": memory,
+        "bubble_rate": timeline.bubble_rate,
+        "makespan": timeline.makespan,
+        "peak_memory": timeline.peak_memory,
+        "idle": list(timeline.idle),
+        "bottlenecks": [{"what": b.what, "time": b.time, "share": b.share} for b in timeline.bottlenecks],
+        "files": [str(path) for path in files],
+    }
+
+
+def _read(path: Path) -> Schedule:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError("a schedule file is text that can be read", got=str(error), fix="check the path") from None
+    return schedule.from_json(text) if path.suffix == ".json" else schedule.from_csv(text, name=path.stem)
+
+
+def _write(timeline: Timeline, out: Path | None) -> list[Path]:
+    """Write the schedule in every format; return the files."""
+    if out is None:
+        return []
+    found = timeline.schedule
+    texts = {
+        f"{found.name}.csv": found.to_csv(),
+        f"{found.name}.comms.csv": found.to_csv("compute_comms"),
+        f"{found.name}.json": found.to_json() + "\n",
+        f"{found.name}.svg": timeline.to_svg(),
+        f"{found.name}.trace.json": timeline.to_chrome_trace(),
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (out / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError("--out is a directory to write into", got=str(error), fix="choose another") from None
+    return [out / name for name in texts]
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Any]:
+    """Show a bar on stderr while the search reports (done, total), if there is someone to look at it."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("searching"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task("search", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _print_table(rows: list[dict[str, Any]], best: str, title: str) -> None:
+    """Print the comparison, what does not fit in grey."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("schedule", no_wrap=True)
+    for column in ("bubble rate", "makespan", "peak memory", "above bound"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["name"],
+            f"{row['bubble_rate']:.2%}",
+            f"{row['makespan']:.6g}",
+            f"{row['peak_memory']:.4g}",
+            f"{row['gap']:.2%}",
+            "best" if row["name"] == best else "yes" if row["fits"] else "no",
+            style="bold" if row["name"] == best else "" if row["fits"] else "dim",
+        )
+    Console().print(table)
+
+
+def _print_timeline(timeline: Timeline, files: list[Path]) -> None:
+    """Draw it, say what would help most, and list what was written."""
+    console = Console(soft_wrap=True)
+    drawing = timeline.draw(color=console.is_terminal, width=max(20, console.width))
+    console.print(Text.from_ansi(drawing))
+    parts = [f"{b.what} {b.share:.0%}" for b in timeline.bottlenecks[:3]]
+    console.print(f"critical path: {', '.join(parts)}", highlight=False, markup=False)
+    for path in files:
+        console.print(f"wrote {path}", highlight=False, markup=False)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    json.dump(value, sys.stdout, indent=1)
+    sys.stdout.write("\n")

@@ -1,0 +1,343 @@
+"""One rank a process, over torch.distributed: gloo on CPUs, NCCL on GPUs.
+
+Three process groups of the pipeline's own: activations, gradients, and whatever concerns all ranks. Sends are
+asynchronous and kept alive until they are done; receives are posted ahead, in the order in which the sender sends,
+which NCCL needs and gloo does not mind.
+
+Shapes. The first time, each activation is preceded by its description. Both ends keep it, and while the batch has the
+same shapes they send tensors alone. At the start of a step all ranks compare notes: if the batch's shapes are new,
+descriptions are sent again. A gradient needs none, being like its activation.
+
+Failure. A rank that cannot go on writes why into the store and closes its groups; whoever waits for it is woken by the
+closed connection, reads the store, and does the same.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+
+from sternway.errors import PipelineError
+from sternway.pipeline._payload import Place, Spec
+from sternway.pipeline._run import Receive, Routes, Slot, Work
+from sternway.pipeline._stage import MAIN, Payload
+from sternway.pipeline._transport import Transport
+from sternway.schedule import Schedule
+from sternway.schedule._action import parts
+from sternway.split._tree import leaves
+
+AHEAD = 2  # receives posted before they are needed, from each rank in each direction
+_CONSTANTS = (type(None), bool, int, float, str)
+
+
+@dataclass(slots=True)
+class _Posted:
+    works: list[Any]
+    spec: Spec
+    buffers: list[Tensor]
+
+
+@final
+class DistTransport(Transport):
+    """Messages over torch.distributed.
+
+    Args:
+        ranks: the global ranks that form the pipeline, in its order; all, unless given.
+        device: where stages compute; a CUDA device means NCCL, the CPU gloo.
+        dynamic: send descriptions every time, for stages whose outputs' shapes depend on the data.
+        timeout: how long to wait for a message before giving up.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        dynamic: bool = False,
+        timeout: float = 600,
+    ) -> None:
+        if not dist.is_initialized():
+            raise PipelineError(
+                "a pipeline over several processes needs torch.distributed",
+                got="no process group",
+                fix="start with torchrun and call torch.distributed.init_process_group(), or pass LocalTransport()",
+            )
+        self.members = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
+        self.device, self.dynamic = torch.device(device), dynamic
+        self.ranks, self.rank = len(self.members), self.members.index(dist.get_rank())
+        self.mine = (self.rank,)
+        self._timeout = timedelta(seconds=timeout)
+        self._disposable: list[Any] = []
+        self._groups = {name: self._new_group(self.members) for name in ("activations", "gradients", "control")}
+        name = self._groups["control"].group_name
+        self._store = PrefixStore(f"sternway/{name}", dist.distributed_c10d._get_default_store())
+        self._subgroups: dict[tuple[int, ...], Any] = {tuple(range(self.ranks)): self._groups["control"]}
+        self._signature: tuple[int, ...] = ()
+        self._described = False  # whether this step's activations come without descriptions
+        self._specs: dict[Slot, Spec] = {}
+        self._mail: dict[Slot, Payload] = {}
+        self._sending: dict[Slot, list[tuple[Any, Tensor]]] = {}  # works and what they read, until done
+        self._channels: dict[str, int] = {}
+
+    # Messages
+
+    def drive(self, works: dict[int, Work], schedule: Schedule, routes: Routes, training: bool) -> None:
+        work = works[self.rank]
+        queues = self._expected(schedule, routes, training)
+        posted: dict[Slot, _Posted] = {}
+        rank_of = schedule.stage_ranks()
+        self._channels = {name: number for number, name in enumerate([MAIN, *sorted(routes.skips)])}
+        # What will be described anew in this step is not known before.
+        self._specs = {slot: spec for slot, spec in self._specs.items() if self._described and not _varies(spec)}
+        self._post(queues, posted, rank_of)
+        try:
+            request = next(work)
+            while True:
+                if isinstance(request, Receive):
+                    answer = self._receive(request.slot, queues, posted, rank_of)
+                    request = work.send(answer)
+                else:
+                    self._send(request.slot, request.payload, rank_of[request.slot.target])
+                    request = next(work)
+        except StopIteration:
+            pass
+        for slot in list(self._sending):
+            self._finish_sending(slot)
+
+    def _expected(self, schedule: Schedule, routes: Routes, training: bool) -> list[deque[Slot]]:
+        """What will arrive from each other rank in each direction, in the order it is sent."""
+        rank_of = schedule.stage_ranks()
+        queues: dict[tuple[int, bool], deque[Slot]] = {}
+        for source, steps in enumerate(schedule.actions):
+            for action in (part for step in steps for part in parts(step)):
+                for slot in routes.sent(action) if source != self.rank and (training or action.op == "F") else ():
+                    if rank_of[slot.target] == self.rank:
+                        queues.setdefault((source, slot.target < slot.source), deque()).append(slot)
+        return list(queues.values())
+
+    def _post(self, queues: list[deque[Slot]], posted: dict[Slot, _Posted], rank_of: tuple[int, ...]) -> None:
+        for queue in queues:
+            while queue and sum(slot in posted for slot in posted if self._same_queue(slot, queue[0])) < AHEAD:
+                spec = self._known_spec(queue[0])
+                if spec is None:
+                    break
+                slot = queue.popleft()
+                posted[slot] = self._start_receive(slot, spec, rank_of[slot.source])
+
+    @staticmethod
+    def _same_queue(slot: Slot, other: Slot) -> bool:
+        return slot.source == other.source and (slot.target < slot.source) == (other.target < other.source)
+
+    def _known_spec(self, slot: Slot) -> Spec | None:
+        """What a message looks like, if that is known before it comes."""
+        if slot.target < slot.source:
+            activation = self._specs.get(slot.back)
+            return None if activation is None else activation.gradients()
+        spec = self._specs.get(slot)
+        return spec if self._described and (spec is None or not _varies(spec)) else None
+
+    def _start_receive(self, slot: Slot, spec: Spec, source: int) -> _Posted:
+        buffers = [described.empty(self.device) for described in spec.tensors]
+        group = self._group(slot)
+        works = [
+            self._try(dist.irecv, buffer, self.members[source], group=group, tag=self._tag(slot, index))
+            for index, buffer in enumerate(buffers)
+        ]
+        return _Posted(works, spec, buffers)
+
+    def _receive(
+        self, slot: Slot, queues: list[deque[Slot]], posted: dict[Slot, _Posted], rank_of: tuple[int, ...]
+    ) -> Payload:
+        if rank_of[slot.source] == self.rank:
+            return self._mail.pop(slot)
+        if slot not in posted:
+            for queue in queues:
+                if slot in queue:
+                    queue.remove(slot)
+            spec = self._known_spec(slot) or self._receive_spec(slot, rank_of[slot.source])
+            posted[slot] = self._start_receive(slot, spec, rank_of[slot.source])
+        for work in posted[slot].works:
+            self._wait(work)
+        arrived = posted.pop(slot)
+        self._finish_sending(slot.back)  # its answer is here, so that it has arrived
+        self._post(queues, posted, rank_of)
+        return arrived.spec, arrived.buffers
+
+    def _receive_spec(self, slot: Slot, source: int) -> Spec:
+        size = torch.empty(1, dtype=torch.int64, device=self.device)
+        group, rank = self._group(slot), self.members[source]
+        self._wait(self._try(dist.irecv, size, rank, group=group, tag=self._tag(slot, -2)))
+        text = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
+        self._wait(self._try(dist.irecv, text, rank, group=group, tag=self._tag(slot, -1)))
+        spec: Spec = pickle.loads(text.cpu().numpy().tobytes())
+        self._specs[slot] = spec
+        return spec
+
+    def _send(self, slot: Slot, payload: Payload, target: int) -> None:
+        spec, tensors = payload
+        is_activation = slot.target > slot.source
+        if target == self.rank:
+            self._mail[slot] = payload
+            return
+        if is_activation:
+            known = self._known_spec(slot)
+            if known is None:
+                self._send_spec(slot, spec, target)
+            elif known != spec:
+                raise PipelineError(
+                    f"stage {slot.source}'s output for microbatch {slot.microbatch} is like that of the step before, "
+                    "as the batch is",
+                    got=f"{_shapes(spec)}, not {_shapes(known)}",
+                    fix="pass dynamic=True, where outputs' shapes depend on the data",
+                )
+        for index, tensor in enumerate(tensors):
+            self._start_send(tensor, slot, index, target)
+
+    def _send_spec(self, slot: Slot, spec: Spec, target: int) -> None:
+        text = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8).to(self.device)
+        self._start_send(torch.tensor([text.numel()], dtype=torch.int64, device=self.device), slot, -2, target)
+        self._start_send(text, slot, -1, target)
+        self._specs[slot] = spec
+
+    def _start_send(self, tensor: Tensor, slot: Slot, index: int, target: int) -> None:
+        tensor = tensor.contiguous()
+        tag = self._tag(slot, index)
+        work = self._try(dist.isend, tensor, self.members[target], group=self._group(slot), tag=tag)
+        self._sending.setdefault(slot, []).append((work, tensor))
+
+    def _finish_sending(self, slot: Slot) -> None:
+        for work, _ in self._sending.pop(slot, ()):
+            self._wait(work)
+
+    def _tag(self, slot: Slot, index: int) -> int:
+        """A number that no other message between the two ranks has in this step."""
+        channels = len(self._channels)
+        return ((slot.microbatch * 4096 + slot.source) * channels + self._channels[slot.channel]) * 64 + index + 2
+
+    def _group(self, slot: Slot) -> Any:
+        return self._groups["gradients" if slot.target < slot.source else "activations"]
+
+    def _wait(self, work: Any) -> None:
+        self._try(work.wait)
+
+    # All ranks at once
+
+    def gather(self, numbers: Sequence[Sequence[float]]) -> list[list[float]]:
+        mine = torch.tensor(numbers[0], dtype=torch.float64, device=self.device)
+        rows = [torch.empty_like(mine) for _ in range(self.ranks)]
+        self._try(dist.all_gather, rows, mine, group=self._groups["control"])
+        return [row.tolist() for row in rows]
+
+    def add(self, tensors: list[Tensor], ranks: Sequence[int]) -> None:
+        group = self._subgroup(ranks)
+        for tensor in tensors:
+            self._try(dist.all_reduce, tensor, group=group)
+
+    def copy_from(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> None:
+        self._try(dist.broadcast, tensor, self.members[source], group=self._subgroup(ranks))
+
+    def _subgroup(self, ranks: Sequence[int]) -> Any:
+        key = tuple(ranks)
+        if key not in self._subgroups:
+            members = [self.members[rank] for rank in key]
+            self._subgroups[key] = self._new_group(members)
+        return self._subgroups[key]
+
+    def _new_group(self, members: list[int]) -> Any:
+        """A group of one's own. If it is not of all processes, only its members may be asked to make it.
+
+        torch names such a group after its members, and a new group finds what one of the same name left in the store;
+        so these are not destroyed while the process goes on.
+        """
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        some = len(members) < dist.get_world_size()
+        group = dist.new_group(members, self._timeout, backend, use_local_synchronization=some)
+        if not some:
+            self._disposable.append(group)
+        return group
+
+    def checked(self, prepare: Callable[[], list[int]]) -> list[list[int]]:
+        problem: Exception | None = None
+        facts: list[int] = []
+        try:
+            facts = prepare()
+        except Exception as error:
+            problem = error
+            self._tell(error)
+        width = 8
+        rows = self.gather([[float(problem is None), *map(float, facts), *[0.0] * (width - len(facts))]])
+        if problem is not None:
+            raise problem
+        if not all(row[0] for row in rows):
+            raise self._peer_error(None)
+        described = [
+            int(number) for row in rows for number in row[1:3]
+        ]  # the batch's shapes, as the first rank has them
+        signature = tuple(described)
+        self._described = signature == self._signature and not self.dynamic
+        if signature != self._signature:
+            self._specs.clear()
+        self._signature = signature
+        return [[int(number) for number in row[1 : 1 + len(facts)]] for row in rows]
+
+    # Failure
+
+    def _try(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Whatever needs the other ranks; if the connection is lost, their own words on why."""
+        try:
+            return call(*arguments, **options)
+        except RuntimeError as error:
+            raise self._peer_error(error) from None
+
+    def _tell(self, error: BaseException) -> None:
+        """Write the first error into the store, if there still is one."""
+        with suppress(RuntimeError):
+            self._store.compare_set("error", "", f"rank {self.rank}: {type(error).__name__}: {error}")
+
+    def _peer_error(self, error: Exception | None) -> PipelineError:
+        """What another rank said of why it stopped; it may still be writing."""
+        deadline = time.monotonic() + 5
+        with suppress(RuntimeError):  # the store is gone with the process that holds it
+            while time.monotonic() < deadline:
+                if self._store.check(["error"]):
+                    cause = self._store.get("error").decode()
+                    return PipelineError("all ranks finish a step", got=cause, fix="mend the cause on that rank")
+                time.sleep(0.05)
+        return PipelineError(
+            "all ranks finish a step",
+            got=f"a lost connection on rank {self.rank}: {error}",
+            fix="look at the other ranks' output: one of them ended",
+        )
+
+    def fail(self, error: BaseException) -> None:
+        self._tell(error)
+        self._disposable = list({id(g): g for g in (*self._groups.values(), *self._subgroups.values())}.values())
+        self.close()
+
+    def close(self) -> None:
+        self._sending.clear()
+        self._mail.clear()
+        self._groups.clear()
+        self._subgroups.clear()
+        while self._disposable:
+            dist.destroy_process_group(self._disposable.pop())
+
+
+def _varies(spec: Spec) -> bool:
+    """Whether a description holds values that may differ from step to step."""
+    return any(not isinstance(leaf, (*_CONSTANTS, Place)) for leaf in leaves(spec.tree))
+
+
+def _shapes(spec: Spec) -> str:
+    return ", ".join(str(tensor.shape) for tensor in spec.tensors) or "no tensors"

@@ -1,0 +1,87 @@
+"""A batch cut into microbatches, and how much each weighs in the whole batch's loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sternway.errors import PipelineError
+from sternway.split._tree import leaves, replace_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Cut tensors along ``dim``; the last piece may be smaller. The default is ``Chunk(0)``."""
+
+    dim: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Give every microbatch the whole value: a mask, a table of positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The value is a sequence with one entry for each microbatch, cut already."""
+
+
+ChunkSpec = Chunk | Whole | Ready
+
+
+def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
+    """``count`` pieces of a tree of tensors; what is no tensor goes to each piece as it is.
+
+    Example:
+        >>> [len(piece) for piece in cut(torch.zeros(7, 2), 3, Chunk(0), "the batch")]
+        [3, 3, 1]
+
+    Raises:
+        PipelineError: too few rows for ``count`` pieces, or not one entry a microbatch.
+    """
+    if isinstance(spec, Whole) or value is None:
+        return [value] * count
+    if isinstance(spec, Ready):
+        if len(value) != count:
+            raise PipelineError(
+                f"{what}, given ready, has one entry for each microbatch",
+                got=f"{len(value)} entries for {count} microbatches",
+                fix=f"pass a sequence of {count}, or another number of microbatches",
+            )
+        return list(value)
+    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    pieces = {id(tensor): _pieces(tensor, count, spec.dim, what) for tensor in tensors}
+
+    def piece(index: int) -> Any:
+        return replace_leaves(lambda leaf: pieces[id(leaf)][index] if isinstance(leaf, Tensor) else leaf, value)
+
+    return [piece(index) for index in range(count)]
+
+
+def _pieces(tensor: Tensor, count: int, dim: int, what: str) -> tuple[Tensor, ...]:
+    if tensor.ndim <= dim or tensor.shape[dim] < count:
+        raise PipelineError(
+            f"{what} is cut along dimension {dim} into {count} microbatches",
+            got=f"a tensor of shape {tuple(tensor.shape)}",
+            fix="pass a larger batch, fewer microbatches, or Whole() for what every microbatch gets",
+        )
+    rows = tensor.shape[dim]
+    size = -(-rows // count)  # rounded up: all alike but the last
+    if size * (count - 1) >= rows:  # then the last would be empty; as even as it gets instead
+        return torch.tensor_split(tensor, count, dim)
+    return torch.split(tensor, size, dim)
+
+
+def weights(pieces: list[Any], spec: ChunkSpec) -> list[float]:
+    """Each microbatch's share of the batch, by rows; equal shares where rows cannot be counted."""
+    dim = spec.dim if isinstance(spec, Chunk) else 0
+    rows = [
+        next((leaf.shape[dim] for leaf in leaves(piece) if isinstance(leaf, Tensor) and leaf.ndim > dim), 0)
+        for piece in pieces
+    ]
+    if isinstance(spec, Whole) or not all(rows):
+        return [1 / len(pieces)] * len(pieces)
+    return [row / sum(rows) for row in rows]

@@ -1,0 +1,195 @@
+"""What each piece of a model costs: F, I and W in seconds, and the bytes it keeps after F and after I."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sternway.errors import PipelineError
+from sternway.pipeline._partition import split_model, trace
+from sternway.pipeline._payload import pack
+from sternway.pipeline._stage import MAIN, Loss, Microbatch, Payload, Stage
+from sternway.schedule import Costs
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measured costs, one entry for each stage.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        >>> found = profile(model, torch.randn(4, 8), repeats=1)
+        >>> len(found.F), found.names
+        (3, ('0', '1', '2'))
+    """
+
+    names: tuple[str, ...]
+    F: tuple[float, ...]
+    I: tuple[float, ...]  # noqa: E741 - the paper's letter
+    W: tuple[float, ...]
+    bytes_after_F: tuple[int, ...]  # noqa: N815
+    bytes_after_I: tuple[int, ...]  # noqa: N815
+    sent_bytes: tuple[int, ...]
+    """What each stage sends on for one microbatch."""
+    comm: float = 0.0
+
+    @property
+    def costs(self) -> Costs:
+        """As ``schedule.search`` and ``simulate`` take them, one number for each stage."""
+        kept = sum(self.bytes_after_F)
+        return Costs(
+            F=self.F,
+            I=self.I,
+            W=self.W,
+            comm=self.comm,
+            memory_after_I=min(1.0, sum(self.bytes_after_I) / kept) if kept else 1.0,
+        )
+
+    def grouped(self, starts: Sequence[int]) -> Profile:
+        """The same work in fewer stages, each beginning at one of ``starts``."""
+        ends = [*starts[1:], len(self.F)]
+        spans = list(zip(starts, ends, strict=True))
+
+        def total(values: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple(sum(values[start:end]) for start, end in spans)
+
+        return Profile(
+            names=tuple(self.names[start] for start in starts),
+            F=total(self.F),
+            I=total(self.I),
+            W=total(self.W),
+            bytes_after_F=total(self.bytes_after_F),
+            bytes_after_I=total(self.bytes_after_I),
+            sent_bytes=tuple(self.sent_bytes[end - 1] for end in ends),
+            comm=self.comm,
+        )
+
+
+def profile(
+    model: nn.Module | Sequence[nn.Module],
+    sample: Any,
+    *,
+    loss: Loss | None = None,
+    target: Any = None,
+    repeats: int = 5,
+) -> Profile:
+    """Time F, I and W of each stage, or of each module that a whole model calls, on one microbatch.
+
+    Args:
+        model: stages in order, or a model, which is taken apart as ``partition`` would.
+        sample: one microbatch for the first stage: a tensor, or a tuple of arguments.
+        loss: with ``target``, the loss that the last stage ends in; the output's sum, unless given.
+        target: what the loss compares with.
+        repeats: how often each is timed; the median counts.
+    """
+    if isinstance(model, nn.Module):
+        names = [str(node.target) for node in trace(model).nodes if node.op == "call_module"]
+        names = list(dict.fromkeys(names))
+        if not names:
+            raise PipelineError(
+                "a model that is profiled calls modules", got=type(model).__name__, fix="pass its stages"
+            )
+        modules = split_model(model, names[1:])
+    else:
+        modules, names = list(model), [str(index) for index in range(len(model))]
+    last = len(modules) - 1
+    stages = [
+        Stage(i, module, is_last=i == last, loss=(loss or _total) if i == last else None)
+        for i, module in enumerate(modules)
+    ]
+    arguments = sample if type(sample) is tuple else (sample,)
+    microbatch = Microbatch(arguments=arguments, target=target if target is not None else 0)
+    rows: list[list[tuple[float, float, float]]] = [[] for _ in stages]
+    kept: list[tuple[int, int]] = [(0, 0)] * len(stages)
+    sent = [0] * len(stages)
+    saved = [[parameter.grad for parameter in module.parameters()] for module in modules]
+    for number in range(repeats + 1):
+        _once(stages, microbatch, rows, kept, sent, weigh=number == 0)  # the first one warms up, too
+    for module, grads in zip(modules, saved, strict=True):
+        for parameter, grad in zip(module.parameters(), grads, strict=True):
+            parameter.grad = grad
+    medians = [tuple(statistics.median(row[k] for row in stage[1:]) for k in range(3)) for stage in rows]
+    return Profile(
+        names=tuple(names),
+        F=tuple(row[0] for row in medians),
+        I=tuple(row[1] for row in medians),
+        W=tuple(row[2] for row in medians),
+        bytes_after_F=tuple(after_f for after_f, _ in kept),
+        bytes_after_I=tuple(after_i for _, after_i in kept),
+        sent_bytes=tuple(sent),
+    )
+
+
+def _total(output: Any, target: Any) -> Tensor:
+    """A stand-in for a loss: the sum of everything that needs a gradient."""
+    _, tensors = pack(output)
+    return torch.stack([tensor.sum() for tensor in tensors if tensor.requires_grad]).sum()
+
+
+def _once(
+    stages: list[Stage],
+    microbatch: Microbatch,
+    rows: list[list[tuple[float, float, float]]],
+    kept: list[tuple[int, int]],
+    sent: list[int],
+    weigh: bool,
+) -> None:
+    """One microbatch forward through every stage and back, each part timed; what autograd keeps weighed, if asked.
+
+    Weighing goes through hooks on saved tensors, which the split would see: not in a run whose W counts.
+    """
+    received: dict[str, Payload] = {}
+    forward: list[float] = []
+    for stage in stages:
+        saved = _SavedBytes()
+        with saved if weigh else nullcontext():
+            start = _now()
+            made = stage.forward(0, microbatch, received, keep_output=False)
+            forward.append(_now() - start)
+        if weigh:
+            kept[stage.index] = (saved.total(stage.module), 0)
+        sent[stage.index] = sum(t.nbytes for _, tensors in made.values() for t in tensors)
+        received = made
+    grads: dict[str, list[Tensor]] = {}
+    for stage in reversed(stages):
+        start = _now()
+        found = stage.backward_input(0, grads)
+        middle = _now()
+        pending = stage._pendings.get(0)
+        kept[stage.index] = (kept[stage.index][0], pending.nbytes if pending is not None else 0)
+        again = _now()
+        stage.backward_weight(0)
+        rows[stage.index].append((forward[stage.index], middle - start, _now() - again))
+        grads = {MAIN: found[MAIN]} if MAIN in found else {}
+        stage.clear()
+
+
+class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """What autograd keeps of a forward, each storage once, parameters apart."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+
+        def pack_hook(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            self.sizes[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        super().__init__(pack_hook, lambda tensor: tensor)
+
+    def total(self, module: nn.Module) -> int:
+        own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        return sum(size for key, size in self.sizes.items() if key not in own)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

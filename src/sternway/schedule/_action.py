@@ -1,0 +1,115 @@
+"""What one rank does at one step: an action, or two of them overlapped.
+
+    F   forward of one microbatch through one stage
+    I   backward to the stage's input: the half the previous stage waits for
+    W   backward to the stage's weights: the half nobody waits for
+    B   the whole backward, I and W as one
+
+The text forms are the ones torch.distributed.pipelining prints, so that its files are readable as they are:
+``2F0`` is stage 2, forward, microbatch 0; ``(0F3;7B1)OVERLAP_F_B`` runs two actions at once.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from sternway.errors import ScheduleError
+
+Op: TypeAlias = Literal["F", "I", "W", "B"]
+
+OPS: tuple[Op, ...] = ("F", "I", "W", "B")
+_ACTION = re.compile(r"(0|[1-9][0-9]*)([FIWB])(0|[1-9][0-9]*)")
+_OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
+_FORM = "write [stage][F, I, W or B][microbatch], such as 2F0"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One operation of one stage on one microbatch.
+
+    Example:
+        >>> str(Action(stage=2, op="F", microbatch=0))
+        '2F0'
+        >>> Action.parse("2F0")
+        Action(stage=2, op='F', microbatch=0)
+    """
+
+    stage: int
+    op: Op
+    microbatch: int
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise ScheduleError("an action's op is F, I, W or B", got=repr(self.op), fix=_FORM)
+        if self.stage < 0 or self.microbatch < 0:
+            raise ScheduleError("stages and microbatches count from 0", got=str(self), fix=_FORM)
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.microbatch}"
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether this sends a gradient to the previous stage: I or B."""
+        return self.op == "I" or self.op == "B"
+
+    @staticmethod
+    def parse(text: str) -> "Action":
+        """Read what ``str(action)`` wrote, and nothing else.
+
+        Raises:
+            ScheduleError: anything before, after or in place of the three parts.
+        """
+        match = _ACTION.fullmatch(text)
+        if match is None:
+            raise ScheduleError("an action reads as stage, op, microbatch", got=repr(text), fix=_FORM)
+        stage, op, microbatch = match.groups()
+        return Action(int(stage), op, int(microbatch))  # type: ignore[arg-type]  # the regex allows only Op
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """A forward and a whole backward that one rank runs at once, each hiding the other's communication.
+
+    Example:
+        >>> pair = Overlap(forward=Action(0, "F", 3), backward=Action(7, "B", 1))
+        >>> str(pair)
+        '(0F3;7B1)OVERLAP_F_B'
+        >>> Overlap.parse(str(pair)) == pair
+        True
+    """
+
+    forward: Action
+    backward: Action
+
+    def __post_init__(self) -> None:
+        if self.forward.op != "F" or self.backward.op != "B":
+            raise ScheduleError(
+                "an overlapped pair is one F and one B, in that order",
+                got=str(self),
+                fix="pair a forward with a whole backward, such as (0F3;7B1)OVERLAP_F_B",
+            )
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+    @staticmethod
+    def parse(text: str) -> "Overlap":
+        """Read what ``str(overlap)`` wrote, and nothing else."""
+        match = _OVERLAP.fullmatch(text)
+        if match is None:
+            raise ScheduleError(
+                "an overlapped pair reads as (F;B)OVERLAP_F_B",
+                got=repr(text),
+                fix="write two actions, such as (0F3;7B1)OVERLAP_F_B",
+            )
+        return Overlap(Action.parse(match[1]), Action.parse(match[2]))
+
+
+def parse_step(text: str) -> Action | Overlap:
+    """Read an action or an overlapped pair from its text form."""
+    return Overlap.parse(text) if text.startswith("(") else Action.parse(text)
+
+
+def parts(step: Action | Overlap) -> tuple[Action, ...]:
+    """Return the actions that a step runs: itself, or an overlapped pair's forward and backward."""
+    return (step,) if isinstance(step, Action) else (step.forward, step.backward)

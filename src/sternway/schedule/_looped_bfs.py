@@ -1,0 +1,27 @@
+"""Looped breadth-first: several stages a rank, each run for all microbatches before the next.
+
+With v stages a rank the pipeline fills v times faster, so its idle time is GPipe's divided by v, and a
+stage's weights are needed in one stretch, which suits fully sharded data parallelism. Like GPipe, it
+keeps every microbatch.
+
+Paper: Lamy-Poirier, Breadth-First Pipeline Parallelism, arXiv 2211.05953.
+
+2 ranks, 2 microbatches, F = I = W:
+
+    rank 0 |F0- F1- F'0 F'1 .           B'1---- B'0---- B1----- B0----- |
+    rank 1 |.   F0- F1- F'0 F'1 B'1---- B'0---- B1----- B0----- .       |
+"""
+
+from sternway.schedule._action import Action
+from sternway.schedule._schedule import Schedule, freeze, looped_placement
+
+
+def looped_bfs(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """Return the looped breadth-first schedule: stages dealt out in turn, one stage at a time."""
+    placement = looped_placement(ranks, stages_per_rank)
+    actions = []
+    for stages in placement:
+        steps = [Action(stage, "F", i) for stage in stages for i in range(microbatches)]
+        steps += [Action(stage, "B", i) for stage in reversed(stages) for i in reversed(range(microbatches))]
+        actions.append(steps)
+    return freeze("looped-bfs", microbatches, placement, actions)

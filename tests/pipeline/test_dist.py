@@ -1,0 +1,242 @@
+"""Real gloo processes: gradients equal one process's, shapes may change, and a mistake is an error on every rank."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import gpt
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from compare import assert_same_grads
+from gloo import on_ranks
+from sternway import pipeline, schedule
+from sternway.cli._gpt import GPT
+from sternway.errors import PipelineError
+from sternway.pipeline import Pipeline
+
+DIM = 8
+
+
+def _stages(count: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [gpt(DIM, 1, heads=2) for _ in range(count)]
+
+
+def _batch(rows: int, length: int = 4) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, length, DIM), torch.randn(rows, length, DIM)
+
+
+def _every_schedule(rank: int, ranks: int, microbatches: int, names: list[str]) -> None:
+    for name in names:
+        plan = schedule.make(name, ranks=ranks, microbatches=microbatches)
+        mine, reference = _stages(plan.num_stages), nn.Sequential(*_stages(plan.num_stages))
+        held = {index: mine[index] for index in plan.placement[rank]}
+        pipe = Pipeline(held, schedule=plan, loss=F.mse_loss)
+        torch.manual_seed(1)
+        for length in (4, 4, 6, 4):  # the same shapes again, others, and back
+            x, target = _batch(2 * microbatches, length)
+            result = pipe.step(x, target=target, loss_everywhere=True)
+            loss = F.mse_loss(reference(x), target)
+            loss.backward()
+            torch.testing.assert_close(result.loss, loss.detach(), msg=lambda text, name=name: f"{name}: {text}")
+            for index, module in held.items():
+                assert_same_grads(module, reference[index], rtol=1e-3, atol=1e-5)
+        timeline = result.timeline
+        assert [[event.action for event in r] for r in timeline.events] == [list(r) for r in plan.actions]
+        for events in timeline.events:
+            assert all(a.end <= b.start + 1e-9 for a, b in pairwise(events))
+        pipe.close()
+
+
+def test_every_schedule_on_two_ranks() -> None:
+    on_ranks(2, _every_schedule, 2, 4, schedule.names(), timeout=300)
+
+
+def test_four_ranks() -> None:
+    on_ranks(4, _every_schedule, 4, 8, ["1f1b", "zb-h1", "zb-v", "dualpipe-v"], timeout=300)
+
+
+class Variable(nn.Module):
+    """Sends on a tensor whose length depends on the data, an object, and a number that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        self.calls += 1
+        keep = int(x[0, 0] > 0) + 1
+        return {"x": self.layer(x)[:keep], "slice": slice(0, keep), "calls": self.calls, "whole": x}
+
+
+class UsesVariable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+
+    def forward(self, parcel: dict[str, Any]) -> Tensor:
+        return self.layer(parcel["x"]).mean(0, keepdim=True) + parcel["whole"][parcel["slice"]].sum() + parcel["calls"]
+
+
+def _dynamic(rank: int) -> None:
+    torch.manual_seed(0)
+    stages, reference = (nn.ModuleList([Variable(), UsesVariable()]) for _ in range(2))
+    reference.load_state_dict(stages.state_dict())
+    pipe = Pipeline({rank: stages[rank]}, schedule="zb-h1", num_microbatches=3, loss=F.mse_loss, dynamic=True)
+    torch.manual_seed(1)
+    for _ in range(3):
+        x, target = torch.randn(9, DIM), torch.randn(3, DIM)
+        pipe.step(x, target=target)
+        for part, goal in zip(x.chunk(3), target.chunk(3), strict=True):
+            (F.mse_loss(reference[1](reference[0](part)), goal) / 3).backward()
+        assert_same_grads(stages[rank], reference[rank], rtol=1e-4, atol=1e-5)
+
+
+def test_shapes_and_values_that_depend_on_the_data() -> None:
+    on_ranks(2, _dynamic)
+
+
+def _whole_model(rank: int) -> None:
+    torch.manual_seed(0)
+    model, reference = (GPT(vocabulary=11, dim=DIM, heads=2, layers=4, length=6) for _ in range(2))
+    model.head.weight = model.tokens.weight
+    reference.head.weight = reference.tokens.weight
+    reference.load_state_dict(model.state_dict())
+
+    def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    tokens = torch.randint(0, 11, (8, 6))
+    pipe = Pipeline(model, schedule="auto", num_microbatches=4, loss=loss, sample=tokens[:2], sample_target=tokens[:2])
+    mine = torch.optim.AdamW(pipe.parameters(), 1e-3)
+    theirs = torch.optim.AdamW(reference.parameters(), 1e-3)
+    for _ in range(5):
+        result = pipe.step(tokens, target=tokens, loss_everywhere=True)
+        norm = pipe.clip_grad_norm_(0.5)
+        expected = loss(reference(tokens), tokens)
+        expected.backward()
+        torch.testing.assert_close(result.loss, expected.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.5), rtol=1e-4, atol=1e-5)
+        for optimizer in (mine, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = dict(reference.named_parameters(remove_duplicate=False))
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter, whole[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_tied_model_cut_searched_clipped_and_optimized() -> None:
+    on_ranks(2, _whole_model)
+
+
+def _data_parallel(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    copy, place = rank // 2, rank % 2
+    mine, reference = _stages(2), nn.Sequential(*_stages(2))
+    pipe = Pipeline({place: mine[place]}, schedule="zb-h1", num_microbatches=2, loss=F.mse_loss, mesh=mesh)
+    torch.manual_seed(1)
+    for _ in range(2):
+        x, target = _batch(8)
+        pipe.step(x.chunk(2)[copy], target=target.chunk(2)[copy])
+        F.mse_loss(reference(x), target).backward()
+        assert_same_grads(mine[place], reference[place], rtol=1e-4, atol=1e-6)
+        for module in (mine[place], reference):
+            module.zero_grad()
+
+
+def test_two_copies_of_two_ranks() -> None:
+    on_ranks(4, _data_parallel)
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(DIM, DIM), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise ValueError("no luck")
+        return self.layer(x)
+
+
+def _breaks(rank: int, ranks: int, broken: int) -> None:
+    stage = Breaks() if rank == broken else nn.Linear(DIM, DIM)
+    pipe = Pipeline({rank: stage}, schedule="1f1b", num_microbatches=4, loss=F.mse_loss)
+    start = time.monotonic()
+    with pytest.raises(
+        PipelineError, match=rf"{broken}F2 did not \(rank {broken}, stage {broken}.*ValueError: no luck"
+    ):
+        pipe.step(torch.randn(4, DIM), target=torch.randn(4, DIM))
+    assert time.monotonic() - start < 20
+    with pytest.raises(PipelineError, match="is closed"):
+        pipe.step(torch.randn(4, DIM), target=torch.randn(4, DIM))
+    dist.barrier()  # the default group is unharmed
+
+
+@pytest.mark.parametrize(("ranks", "broken"), [(2, 0), (2, 1), (4, 2)])
+def test_an_error_in_one_stage_is_an_error_on_every_rank(ranks: int, broken: int) -> None:
+    on_ranks(ranks, _breaks, ranks, broken)
+
+
+def _misfits(rank: int) -> None:
+    def build(stages: dict[int, nn.Module], **options: Any) -> Pipeline:
+        return Pipeline(stages, **{"schedule": "1f1b", "num_microbatches": 2, "loss": F.mse_loss} | options)
+
+    layer = nn.Linear(DIM, DIM)
+    with pytest.raises(PipelineError, match="all ranks run one schedule; got another on rank 1"):
+        build({rank: layer}, schedule="1f1b" if rank else "gpipe")
+    with pytest.raises(PipelineError, match=r"rank 1 holds the stages \[1\].* got no stage 1, but \[0\]"):
+        build({0: layer})
+    with pytest.raises(PipelineError, match=r"here; got stage 1 too"):
+        build({0: layer, 1: layer} if rank == 0 else {1: layer})
+    pipe = build({rank: layer})
+    with pytest.raises(PipelineError, match=r"the batch is cut .* got a tensor of shape \(1, 8\)"):
+        pipe.step(torch.randn(1, DIM), target=torch.randn(2, DIM))
+    pipe.step(torch.randn(2, DIM), target=torch.randn(2, DIM))  # nothing was spoiled
+
+
+def test_what_does_not_fit_is_an_error_on_every_rank() -> None:
+    on_ranks(2, _misfits)
+
+
+class Shrinks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(DIM, DIM), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x)[: 1 if self.calls > 4 else None]
+
+
+def _shrinks(rank: int) -> None:
+    pipe = Pipeline(
+        {rank: nn.Linear(DIM, DIM) if rank else Shrinks()},
+        schedule="1f1b",
+        num_microbatches=2,
+        loss=lambda y, t: y.sum(),
+    )
+    for _ in range(2):
+        pipe.step(torch.randn(4, DIM), target=torch.randn(4, DIM))
+    with pytest.raises(PipelineError, match=r"stage 0's output .* got \(1, 8\), not \(2, 8\). Fix: pass dynamic=True"):
+        pipe.step(torch.randn(4, DIM), target=torch.randn(4, DIM))
+
+
+def test_an_output_that_changes_shape_unannounced() -> None:
+    on_ranks(2, _shrinks)
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(
+        PipelineError, match=r"needs torch\.distributed; got no process group. Fix: start with torchrun"
+    ):
+        pipeline.DistTransport()

@@ -1,0 +1,94 @@
+"""The comparison: every schedule, one limit, the best of those that fit."""
+
+import pytest
+
+from sternway.errors import ScheduleError
+from sternway.schedule import Costs, best, lower_bound, names
+
+COSTS = Costs(F=2.0, I=2.0, W=1.0, comm=0.1, memory_after_I=0.5)
+NUMBERS = {"ranks": 4, "microbatches": 8, "memory_limit": 4}
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    return best(COSTS, **NUMBERS)
+
+
+def test_every_schedule_has_its_row(comparison):
+    told = [row.name for row in comparison.rows] + [name for name, _ in comparison.unmade]
+    assert sorted(told) == sorted([*names(), "search", "search-v"])
+
+
+def test_rows_are_what_a_simulation_says(comparison):
+    for row in comparison.rows:
+        timeline = row.schedule.check().simulate(COSTS)
+        assert row.timeline == timeline
+        assert (row.bubble_rate, row.makespan) == (timeline.bubble_rate, timeline.makespan)
+        assert row.peak_memory == timeline.peak_memory
+        assert row.fits == (timeline.peak_memory <= 4 + 1e-9)
+        assert row.gap == pytest.approx(timeline.cost / row.bound - 1, abs=1e-9)
+        assert row.gap >= 0 or not row.fits
+
+
+def test_those_that_fit_come_first_and_the_best_of_them_is_the_best(comparison):
+    fits = [row.fits for row in comparison.rows]
+    assert fits == sorted(fits, reverse=True)
+    assert any(fits)
+    assert not all(fits)
+    fitting = [row for row in comparison.rows if row.fits]
+    costs = [row.timeline.cost for row in fitting]
+    assert costs == pytest.approx(sorted(costs))
+    assert comparison.best == fitting[0]
+    assert comparison.best.name in ("search", "search-v")
+
+
+def test_the_bound_is_that_of_the_limit(comparison):
+    bounds = {row.name: row.bound for row in comparison.rows}
+    assert bounds["search"] == bounds["zb-h2"] == lower_bound(COSTS, **NUMBERS)
+    assert bounds["search-v"] == bounds["zb-v"] == lower_bound(COSTS, **NUMBERS, stages_per_rank=2)
+
+
+def test_the_table_reads_as_text(comparison):
+    lines = comparison.table().splitlines()
+    head = ["schedule", "stages/rank", "bubble rate", "makespan", "peak memory", "over the bound"]
+    assert lines[0].split("  ")[0] == "schedule"
+    assert [name for name in head if name not in lines[0]] == []
+    assert lines[1].split()[0] == comparison.best.name
+    assert len(lines) == 1 + len(comparison.rows) + len(comparison.unmade)
+    assert any(line.startswith("gpipe") and line.endswith("4 over the memory limit") for line in lines)
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_what_cannot_be_made_is_listed_with_the_reason():
+    comparison = best(Costs(F=[1.0, 2.0, 1.0]), ranks=3, microbatches=4, memory_limit=3)
+    unmade = dict(comparison.unmade)
+    assert "one number for each of the 6 stages; got 3 for F" in unmade["zb-v"]
+    assert "one number for each of the 6 stages; got 3 for F" in unmade["search-v"]
+    searched = next(row for row in comparison.rows if row.name == "search")
+    assert comparison.best.timeline.cost == pytest.approx(searched.timeline.cost)
+    assert "got 3 for F" in comparison.table()
+
+
+def test_one_rank_and_one_microbatch_have_nothing_to_gain():
+    comparison = best(Costs(), ranks=1, microbatches=1, memory_limit=1)
+    assert {row.gap for row in comparison.rows} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("costs", "numbers", "message"),
+    [
+        (Costs(), {"memory_limit": 0.5}, "got memory_limit=0.5. Fix: the smallest limit that works is 1$"),
+        (Costs(), {"ranks": 0}, "ranks is a whole number, 1 or more; got ranks=0"),
+        (Costs(F=[1.0] * 5), {}, "one number for each of the 8 stages; got 5 for F"),
+    ],
+)
+def test_where_nothing_fits_it_says_what_would(costs, numbers, message):
+    with pytest.raises(ScheduleError, match=message):
+        best(costs, **NUMBERS | numbers)
+
+
+def test_progress_goes_up_to_the_end():
+    told = []
+    best(COSTS, **NUMBERS, progress=lambda done, total: told.append((done, total)))
+    assert told == sorted(told)
+    assert told[-1] == (2000, 2000)

@@ -1,0 +1,105 @@
+"""What a person looks at: the terminal drawing, the SVG and the trace."""
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from sternway import schedule
+from sternway.errors import ScheduleError
+from sternway.schedule import Costs
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.mark.parametrize("name", schedule.names())
+def test_the_drawing_has_every_action_and_keeps_its_width(name):
+    s = schedule.make(name, ranks=3, microbatches=6)
+    title, *lines = s.draw().split("\n")
+    assert title.startswith(f"{name}: 3 ranks, 6 microbatches; makespan ")
+    assert len({len(line) for line in lines}) == 1
+    for steps, line in zip(s.actions, lines, strict=True):
+        labels = line.split("|")[1].replace("-", " ").split()
+        assert len([label for label in labels if label != "."]) == len(steps)
+    for width in (20, 60, 200):
+        assert all(len(line) <= width for line in s.draw(width=width).split("\n")[1:])
+
+
+def test_the_drawing_by_hand():
+    s = schedule.make("1f1b", ranks=2, microbatches=2)
+    assert s.draw(Costs(W=0.0)) == (
+        "1f1b: 2 ranks, 2 microbatches; makespan 6, bubble rate 33.3%, peak memory 2\n"
+        "rank 0 |F0 F1 .  B0 .  B1 |\n"
+        "rank 1 |.  F0 B0 F1 B1 .  |"
+    )
+
+
+def test_colours_are_optional_and_change_no_text():
+    s = schedule.make("zb-v", ranks=2, microbatches=3)
+    colored = s.draw(color=True)
+    assert "\x1b[" in colored
+    assert "\x1b[" not in s.draw()
+    assert re.sub(r"\x1b\[[0-9;]*m", "", colored) == s.draw()
+
+
+def test_a_drawing_needs_some_room():
+    with pytest.raises(ScheduleError, match="at least 20 characters wide; got 10"):
+        schedule.make("1f1b", ranks=2, microbatches=2).draw(width=10)
+
+
+@pytest.mark.parametrize("name", schedule.names())
+def test_the_svg_has_a_box_for_every_action(name):
+    s = schedule.make(name, ranks=3, microbatches=6)
+    t = s.simulate(Costs(F=1.1, I=0.9, W=0.7, comm=0.05, memory_after_I=0.4))
+    root = ElementTree.fromstring(t.to_svg())
+    tips = [g.find(f"{SVG}title").text for g in root.iter(f"{SVG}g")]
+    assert sorted(tip.split(":")[0] for tip in tips) == sorted(str(a) for steps in s.actions for a in steps)
+    numbers = [text.text for g in root.iter(f"{SVG}g") for text in g.iter(f"{SVG}text")]
+    assert len(numbers) == len(tips)  # all wide enough for their microbatch's number
+    words = " ".join("".join(text.itertext()) for text in root.iter(f"{SVG}text"))
+    for word in ("rank 0", "rank 2", "time", "memory of each rank", f"{name}: 3 ranks, 6 microbatches"):
+        assert word in words
+
+
+def test_boxes_stay_on_the_page_and_apart():
+    t = schedule.make("zb-h1", ranks=4, microbatches=6).simulate(Costs(comm=0.3))
+    root = ElementTree.fromstring(t.to_svg())
+    width, height = float(root.get("width")), float(root.get("height"))
+    rows = {}
+    for group in root.iter(f"{SVG}g"):
+        rect = group.find(f"{SVG}rect")
+        x, y, w, h = (float(rect.get(k)) for k in ("x", "y", "width", "height"))
+        assert x >= 0
+        assert x + w <= width
+        assert y + h <= height
+        rows.setdefault(y, []).append((x, x + w))
+    assert len(rows) == 4
+    for boxes in rows.values():
+        boxes.sort()
+        assert all(a[1] <= b[0] + 0.02 for a, b in pairwise(boxes))
+
+
+def test_names_are_escaped():
+    s = schedule.Schedule("<b>&", 1, ((0,),), schedule.make("1f1b", ranks=1, microbatches=1).actions)
+    assert "&lt;b&gt;&amp;: 1 ranks" in s.simulate().to_svg()
+
+
+def test_the_trace_has_every_event_and_the_memory():
+    s = schedule.make("dualpipe-v", ranks=2, microbatches=4)
+    t = s.simulate(Costs(comm=0.25))
+    events = json.loads(t.to_chrome_trace())["traceEvents"]
+    slices = [e for e in events if e["ph"] == "X"]
+    assert {(e["name"], e["tid"], e["ts"], e["dur"]) for e in slices} == {
+        (str(e.action), e.rank, e.start * 1000, (e.end - e.start) * 1000) for rank in t.events for e in rank
+    }
+    assert sum(e["args"]["critical_path"] for e in slices) == len(t.critical_path)
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"rank 0", "rank 1"}
+    assert max(e["args"]["microbatches"] for e in events if e["ph"] == "C") == t.peak_memory
+
+
+def test_the_picture_in_the_docs_is_the_one_that_is_made():
+    picture = Path(__file__).parents[2] / "docs" / "images" / "zb-v-4x8.svg"
+    assert picture.read_text() == schedule.make("zb-v", ranks=4, microbatches=8).simulate().to_svg()

@@ -1,0 +1,159 @@
+"""Tiny cases against an integer program that knows nothing of the search: the optimum, and a bound below."""
+
+import itertools
+
+import numpy as np
+import pytest
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from sternway.schedule import Costs, lower_bound, search
+from sternway.schedule._clock import clock, peak_memory
+from sternway.schedule._exact import branch_and_bound
+from sternway.schedule._list_schedule import Policy, list_schedule
+from sternway.schedule._lower_bound import bound
+from sternway.schedule._problem import place, pose
+
+
+def optimum(costs, *, ranks, microbatches, memory_limit, stages_per_rank=1):
+    """Return the least longest span, by HiGHS.
+
+    A variable for each start, one for each pair of steps on a rank whose order is open, and one for the span.
+    Microbatches run in order, which costs nothing as they are alike; a rank's span counts from when its
+    first F can start at the earliest, which is when a simulation starts it.
+    """
+    placement = place(ranks, stages_per_rank)
+    stages = costs.per_stage(placement)
+    num_stages = ranks * stages_per_rank
+    rank_of = {stage: rank for rank, held in enumerate(placement) for stage in held}
+    steps = list(itertools.product(range(num_stages), "FIW", range(microbatches)))
+    index = {step: i for i, step in enumerate(steps)}
+    chain = {(s, "F"): s for s in range(num_stages)} | {(s, "I"): 2 * num_stages - 1 - s for s in range(num_stages)}
+
+    def precedes(a, b):
+        """Whether a comes before b in every plan: no later a microbatch, and an earlier turn."""
+        if a[2] > b[2] or a == b:
+            return False
+        if a[:2] == b[:2]:
+            return True
+        if a[1] == "W":
+            return False
+        if b[1] == "W":
+            return chain[a[:2]] <= chain[b[0], "I"]
+        return chain[a[:2]] < chain[b[:2]]
+
+    open_pairs = {}
+    for a, b in itertools.combinations(steps, 2):
+        if rank_of[a[0]] == rank_of[b[0]] and not precedes(a, b) and not precedes(b, a):
+            open_pairs[a, b] = len(steps) + len(open_pairs)
+    span = len(steps) + len(open_pairs)
+    horizon = sum(stages.of(op, s) for s, op, _ in steps) + 2 * num_stages * microbatches * stages.comm
+    rows, least = [], []
+
+    def at_least(bound, *terms):
+        row = np.zeros(span + 1)
+        for column, factor in terms:
+            row[column] += factor
+        rows.append(row)
+        least.append(bound)
+
+    def gap(a, b):
+        if b[1] == "W" or a[1] == "W" or a[2] != b[2] or rank_of[a[0]] == rank_of[b[0]]:
+            return 0.0
+        return stages.comm if abs(chain[a[:2]] - chain[b[:2]]) == 1 else 0.0
+
+    for a, b in itertools.permutations(steps, 2):
+        neighbours = a[2] == b[2] and a[1] != "W" and b[1] != "W" and chain[b[:2]] - chain[a[:2]] == 1
+        if neighbours or (rank_of[a[0]] == rank_of[b[0]] and precedes(a, b)):
+            at_least(stages.of(a[1], a[0]) + gap(a, b), (index[b], 1), (index[a], -1))
+    for (a, b), order in open_pairs.items():  # order is 1 where a is first
+        at_least(stages.of(a[1], a[0]) - horizon, (index[b], 1), (index[a], -1), (order, -horizon))
+        at_least(stages.of(b[1], b[0]), (index[a], 1), (index[b], -1), (order, horizon))
+    for stage, op, i in steps:
+        head = sum(
+            stages.F[s] + (stages.comm if rank_of[s] != rank_of[s + 1] else 0)
+            for s in range(min(placement[rank_of[stage]]))
+        )
+        at_least(stages.of(op, stage) - head, (span, 1), (index[stage, op, i], -1))
+        if op == "F":
+            amount, terms = memory_limit - stages.keeps[stage], []
+            for other in steps:
+                if rank_of[other[0]] != rank_of[stage] or other == (stage, op, i):
+                    continue
+                keeps, leaves = stages.keeps[other[0]], stages.keeps_after_i[other[0]]
+                change = {"F": keeps, "I": leaves - keeps, "W": -leaves}[other[1]]
+                me = (stage, op, i)
+                if precedes(other, me):
+                    amount -= change
+                elif (other, me) in open_pairs:
+                    terms.append((open_pairs[other, me], -change))
+                elif (me, other) in open_pairs:
+                    amount -= change
+                    terms.append((open_pairs[me, other], change))
+            at_least(-amount - 1e-7, *terms)
+    low, high = np.zeros(span + 1), np.full(span + 1, horizon)
+    integrality = np.zeros(span + 1)
+    integrality[len(steps) : span] = 1
+    high[len(steps) : span] = 1
+    objective = np.zeros(span + 1)
+    objective[span] = 1
+    solved = milp(
+        objective,
+        constraints=LinearConstraint(np.array(rows), np.array(least), np.inf),
+        bounds=Bounds(low, high),
+        integrality=integrality,
+        options={"mip_rel_gap": 1e-9},
+    )
+    assert solved.status == 0, solved.message
+    return solved.fun
+
+
+EVEN = Costs(F=1.0, I=1.0, W=1.0)
+SHORT_W = Costs(F=2.0, I=1.5, W=0.5, comm=0.5, memory_after_I=0.4)
+LONG_W = Costs(F=1.0, I=1.0, W=2.0, comm=0.25, memory_after_I=0.0)
+
+
+def uneven(stages: int) -> Costs:
+    return Costs(
+        F=[(1.0, 2.0, 0.5, 1.5)[s % 4] for s in range(stages)],
+        I=[(2.0, 1.0, 1.5, 0.5)[s % 4] for s in range(stages)],
+        W=[(0.5, 0.75, 2.0, 1.0)[s % 4] for s in range(stages)],
+        comm=0.25,
+        memory_after_I=0.5,
+    )
+
+
+@pytest.mark.parametrize("memory_limit", [1, 1.5, 2, 3, 6])
+@pytest.mark.parametrize("costs", [EVEN, SHORT_W, LONG_W, uneven], ids=["even", "short-w", "long-w", "uneven"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 3), (2, 4), (3, 3), (3, 4)])
+def test_search_finds_the_optimum_and_the_bound_is_not_above_it(ranks, microbatches, costs, memory_limit):
+    costs = costs(ranks) if callable(costs) else costs
+    numbers = {"ranks": ranks, "microbatches": microbatches, "memory_limit": memory_limit}
+    least = optimum(costs, **numbers)
+    timeline = search(costs, **numbers).check().simulate(costs)
+    assert timeline.cost == pytest.approx(least, rel=1e-5)
+    assert timeline.peak_memory <= memory_limit + 1e-9
+    assert lower_bound(costs, **numbers) <= least * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("memory_limit", [1, 1.5, 2])
+@pytest.mark.parametrize("costs", [EVEN, SHORT_W, uneven], ids=["even", "short-w", "uneven"])
+def test_the_optimum_in_a_v(costs, memory_limit):
+    costs = costs(4) if callable(costs) else costs
+    numbers = {"ranks": 2, "microbatches": 2, "memory_limit": memory_limit, "stages_per_rank": 2}
+    least = optimum(costs, **numbers)
+    timeline = search(costs, **numbers).check().simulate(costs)
+    assert timeline.cost == pytest.approx(least, rel=1e-5)
+    assert lower_bound(costs, **numbers) <= least * (1 + 1e-5)
+
+
+def test_branch_and_bound_says_when_it_is_certain():
+    problem = pose(SHORT_W, ranks=4, microbatches=6, memory_limit=2.5)
+    words = list_schedule(problem, Policy((1, 1, 1, 1), 1.0, forward_first=False))
+    times = clock(problem, words)
+    cut = branch_and_bound(problem, words, times, goal=0.0, nodes=5)
+    assert not cut.certain
+    assert cut.times.score == times.score
+    whole = branch_and_bound(problem, words, times, goal=0.0, nodes=100_000)
+    assert whole.certain
+    assert bound(problem) <= whole.times.score.span < times.score.span
+    assert peak_memory(problem, whole.words) <= 2.5
