@@ -33,6 +33,7 @@ check: lint test
 
 bench: $(READY)
 	$(BIN)/python benchmarks/split/main.py
+	$(BIN)/python benchmarks/graph/main.py
 	$(BIN)/python benchmarks/schedule/main.py
 
 clean:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 import sternway
 from sternway import cli
 from sternway.cli import _doctor
-from sternway.errors import SplitError
+from sternway.errors import GraphError, SplitError
 
 
 def _run(*arguments: str, code: int = 0) -> str:
@@ -63,6 +64,46 @@ def test_demo_compares_with_plain_autograd_and_torch() -> None:
 
 def test_demo_refuses_a_width_that_the_heads_do_not_divide() -> None:
     assert "a multiple of 4 is needed" in _run("demo", "--dim", "10", code=2)
+
+
+def test_graph_without_a_target_writes_and_names_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, ["graph"])
+    assert result.exit_code == 0, result.output
+    assert "Wrote sternway-graph.html" in result.stderr
+    assert (tmp_path / "sternway-graph.html").read_text().startswith("<!doctype html>")
+    assert "└─ tokens" in result.stdout
+    assert "qkv" not in result.stdout  # two levels
+
+
+def test_graph_of_the_example(tmp_path: Path) -> None:
+    example = str(Path(__file__).parents[1] / "examples" / "graph_demo.py")
+    text = _run("graph", f"{example}:loss", "--text", "--depth", "1")
+    assert "├─ head: " in text
+    assert "└─ layers: " in text
+    model = json.loads(_run("graph", f"{example}:model_and_sample", "--json"))
+    assert model["format"] == "sternway.graph"
+    assert any(node.get("module") == "layers.2.up" for node in model["nodes"])
+    assert any("graph_demo.py" in node.get("source", "") for node in model["nodes"])
+    _run("graph", f"{example}:loss", "--html", str(tmp_path / "a.html"))
+    assert (tmp_path / "a.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nonsense", "TARGET is path/to/file.py:function; got 'nonsense'"),
+        ("nowhere.py:loss", "'nowhere.py', which is not one"),
+        ("FILE:absent", "got 'absent'. Fix: one of right, wrong"),
+        ("FILE:wrong", "the function returns a loss, or a model and a sample; got a int"),
+    ],
+)
+def test_graph_says_what_is_wrong_with_a_target(target: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def right(): ...\ndef wrong(): return 3\n")
+    result = CliRunner().invoke(cli.app, ["graph", target.replace("FILE", str(file))])
+    assert isinstance(result.exception, GraphError)
+    assert message in str(result.exception)
 
 
 def test_an_error_of_ours_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,34 @@ SURFACE = {
         "stage_backward_weight",
         "uninstall",
     ],
+    "sternway.viewer": ["render", "write"],
+    "sternway.hooks": ["Captured", "Handle", "capture", "on_grads"],
+    "sternway.graph": [
+        "Change",
+        "Diff",
+        "Edge",
+        "FrozenUse",
+        "Graph",
+        "Kept",
+        "ModuleRow",
+        "Node",
+        "Nonfinite",
+        "Owners",
+        "Parameter",
+        "Recording",
+        "Saved",
+        "SplitPreview",
+        "TensorInfo",
+        "Waiting",
+        "capture",
+        "explain",
+        "explain_inplace",
+        "find_nonfinite",
+        "from_json",
+        "record",
+        "why_alive",
+    ],
+    "sternway.dropin.autograd_graph": sorted(torch.autograd.graph.__all__),
     "sternway.pipeline": [
         "Chunk",
         "DistTransport",
@@ -78,7 +106,12 @@ def test_names(room: str) -> None:
 
 @pytest.mark.parametrize(
     ("statement", "absent"),
-    [("import sternway", "torch"), ("import sternway.schedule", "torch"), ("import sternway.split", "typer")],
+    [
+        ("import sternway", "torch"),
+        ("import sternway.schedule", "torch"),
+        ("import sternway.viewer", "torch"),
+        ("import sternway.split", "typer"),
+    ],
 )
 def test_importing_stays_light(statement: str, absent: str) -> None:
     code = f"{statement}, sys; sys.exit({absent!r} in sys.modules)"

@@ -4,6 +4,10 @@
     ├── SplitError           a backward that cannot be split as asked
     │   └── PendingError     a Pending used out of turn: run twice, or after a failed run
     ├── ScheduleError        a pipeline plan that is malformed, impossible or unknown
+    ├── HookError            a hook on a place where no gradient can arrive, or a handle misused
+    ├── GraphError           a question that a captured graph cannot answer, or a graph that cannot be captured
+    │   └── BackwardError    a backward that failed, explained: what broke it, where, and the usual fix
+    ├── ViewerError          a report that cannot be drawn from what was passed
     ├── PipelineError        a pipeline that was put together wrongly, or that failed on some rank
     └── UnsupportedTorch     this release of torch is not one that we know how to work with
 
@@ -41,6 +45,22 @@ class PendingError(SplitError):
 
 class ScheduleError(SternwayError):
     """A pipeline plan that is malformed, impossible or unknown."""
+
+
+class HookError(SternwayError):
+    """A hook on a place where no gradient can arrive, or a handle misused."""
+
+
+class GraphError(SternwayError):
+    """A question that a captured graph cannot answer, or a graph that cannot be captured."""
+
+
+class BackwardError(GraphError, RuntimeError):
+    """A backward that failed, explained; a ``RuntimeError`` as torch's own, so that handlers for that still work."""
+
+
+class ViewerError(SternwayError):
+    """A report that cannot be drawn from what was passed."""
 
 
 class PipelineError(SternwayError):

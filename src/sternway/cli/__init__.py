@@ -9,6 +9,7 @@ import typer
 from sternway import __version__
 from sternway.cli._demo import demo
 from sternway.cli._doctor import doctor
+from sternway.cli._graph import graph
 from sternway.cli._plan import plan
 from sternway.cli._split import split
 
@@ -39,6 +40,7 @@ def _options(
 
 app.command()(demo)
 app.command()(doctor)
+app.command()(graph)
 app.command()(plan)
 app.command()(split)
 

@@ -1,0 +1,97 @@
+"""``sternway graph``: the autograd graph behind a function of one's own, as a page, as JSON or in the terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor, nn
+
+from sternway.cli._gpt import GPT
+from sternway.errors import GraphError
+from sternway.graph import Graph, capture, record
+
+DEMO_REPORT = Path("sternway-graph.html")
+
+
+def graph(
+    target: Annotated[
+        str | None, typer.Argument(help="path/to/file.py:function, which returns a loss, or a model and a sample.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with the graph here.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the graph as JSON.")] = False,
+    text: Annotated[bool, typer.Option("--text", help="Print the modules as a tree.")] = False,
+    depth: Annotated[int | None, typer.Option(min=0, help="Levels of modules in the tree.")] = None,
+) -> None:
+    """Show an autograd graph: nodes, owners, and the bytes kept for the backward. Without TARGET, a small GPT's."""
+    captured = _capture(_demo if target is None else _function(target), target or "the demo")
+    if not (html or as_json or text):
+        text, html = True, html or DEMO_REPORT
+        depth = 2 if depth is None else depth
+    if html is not None:
+        captured.to_html(html, title=f"Autograd graph of {target or 'a small GPT'}")
+        Console(stderr=True).print(f"Wrote {html}: open it in a browser.", highlight=False, soft_wrap=True)
+    if as_json:
+        typer.echo(captured.to_json())
+    elif text:
+        typer.echo(captured.to_text(depth))
+
+
+def _demo() -> tuple[GPT, Tensor]:
+    torch.manual_seed(0)
+    return GPT(vocabulary=256, dim=128, heads=4, layers=4, length=64), torch.randint(0, 256, (2, 64))
+
+
+def _function(target: str) -> Callable[[], Any]:
+    """The function that ``path/to/file.py:function`` means."""
+    path, _, name = target.rpartition(":")
+    if not path or not name.isidentifier():
+        raise GraphError("TARGET is path/to/file.py:function", got=repr(target), fix="name a file and a function in it")
+    file = Path(path)
+    if not file.is_file():
+        raise GraphError("TARGET names a Python file", got=f"{path!r}, which is not one", fix="check the path")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise GraphError("TARGET names a Python file", got=repr(path), fix="give it a name that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.parent.resolve()))
+    try:
+        sys.modules[file.stem] = module  # so that dataclasses and pickles defined there find their module
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise GraphError(
+            f"TARGET names a function in {path}",
+            got=repr(name),
+            fix=f"one of {', '.join(known) or 'none, it has none'}",
+        )
+    return function  # type: ignore[no-any-return]  # callable: just looked
+
+
+def _capture(function: Callable[[], Any], target: str) -> Graph:
+    with record():
+        made = function()
+    first, *rest = made if isinstance(made, tuple) and made else (made,)
+    if isinstance(first, nn.Module) and len(rest) == 1:  # a model and a sample
+        model, (sample,) = first, rest
+        with record(model):
+            outputs = model(*sample) if isinstance(sample, tuple | list) else model(sample)
+        return capture(outputs, model)
+    if rest and isinstance(rest[0], nn.Module):  # a loss and its model
+        return capture(first, rest[0])
+    if isinstance(made, Tensor | list | dict | tuple):
+        return capture(made)
+    raise GraphError(
+        "the function returns a loss, or a model and a sample",
+        got=f"a {type(made).__name__} from {target}",
+        fix="return loss, or return loss, model, or return model, sample",
+    )

@@ -1,0 +1,223 @@
+"""``record``: while it lasts, every new node learns its module, its source line and the function that made it.
+
+A torch-function mode sees each call on tensors from Python, and the nodes that it leaves behind its results; forward
+hooks on the model's modules say which module is running. One call may make several nodes: everything between its
+results and its arguments is its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from sternway.graph._tags import Tag, set_tag, tag_of
+
+_OURS = tuple(str(Path(package).parent) + os.sep for package in (torch.__file__, __file__))
+_LEAF = "AccumulateGrad"
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One change in place: to which storage, to which version, by what and where."""
+
+    storage: int
+    version: int
+    op: str
+    source: str
+    module: str
+
+
+class Recording(TorchFunctionMode):
+    """A recording under way; ``record`` makes one."""
+
+    def __init__(self, model: nn.Module | None, values: bool, writes: bool) -> None:
+        super().__init__()
+        self._model, self._values, self._log_writes = model, values, writes
+        self._running = threading.local()  # the modules whose forward is under way, in this thread
+        self._handles: list[RemovableHandle] = []
+        self.writes: deque[Write] = deque(maxlen=100_000)
+        self.first_nonfinite: Tag | None = None
+
+    def __enter__(self) -> Recording:
+        if self._model is not None:
+            for name, module in self._model.named_modules():
+                self._handles.append(module.register_forward_pre_hook(self._entering(name)))
+                self._handles.append(module.register_forward_hook(self._leaving, always_call=True))
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._stack().append(name)
+
+        return enter
+
+    def _leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._stack().pop()
+
+    def _stack(self) -> list[str]:
+        stack: list[str] | None = getattr(self._running, "stack", None)
+        if stack is None:
+            stack = self._running.stack = []
+        return stack
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "") or str(func)
+        if name in ("backward", "__get__"):
+            return func(*args, **kwargs)
+        given = list(_tensors((args, kwargs)))
+        before = [(tensor, _grad_fn(tensor), _version(tensor)) for tensor in given]
+        result = func(*args, **kwargs)
+        stack = self._stack()
+        tag = Tag(stack[-1] if stack else "", _source(), name)
+        if name == "register_hook":
+            self._hooked(given[0], tag)
+            return result
+        made = [*_tensors(result), *given]
+        self._check(tag, given, made)
+        stop = {node for _, node, _ in before if node is not None}
+        _tag([node for tensor in made if (node := _grad_fn(tensor)) is not None], stop, tag)
+        if self._log_writes:
+            for tensor, _, version in before:
+                if _version(tensor) != version and (storage := storage_of(tensor)) is not None:
+                    self.writes.append(Write(storage, _version(tensor), name, tag.source, tag.module))
+        return result
+
+    def _hooked(self, tensor: Tensor, tag: Tag) -> None:
+        if tensor.grad_fn is not None:
+            known = tag_of(tensor.grad_fn)
+            if known is None:
+                set_tag(tensor.grad_fn, tag)
+            else:  # the nodes of one call share a tag, but the hook is on this one
+                known = Tag(known.module, known.source, known.op, known.hooks, known.nonfinite)
+                set_tag(tensor.grad_fn, known)
+            (known or tag).hooks += 1
+
+    def _check(self, tag: Tag, given: list[Tensor], made: list[Tensor]) -> None:
+        if not self._values or self.first_nonfinite is not None:
+            return
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            wrong = [shown for tensor in made if (shown := nonfinite(tensor))]
+            if wrong and not any(nonfinite(tensor) for tensor in given):
+                tag.nonfinite = f"{wrong[0]}; inputs {', '.join(map(magnitude, given)) or 'none'}"
+                self.first_nonfinite = tag
+
+
+def record(model: nn.Module | None = None, *, values: bool = False) -> Recording:
+    """A context in which new graph nodes learn their module and source line, for ``capture`` to report.
+
+    Example:
+        >>> from sternway import graph
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        >>> with graph.record(model):
+        ...     loss = model(torch.ones(3, 4)).sum()
+        >>> [(node.module, node.op) for node in graph.capture(loss, model).nodes if node.kind == "ReluBackward0"]
+        [('1', 'relu')]
+
+    Args:
+        model: whose modules' names to use; without one, lines only.
+        values: also look at every result, and note the first operation that makes NaN or ±inf from finite inputs:
+            ``find_nonfinite`` reports it, and so does the recording's ``first_nonfinite``.
+
+    The forward runs several times slower meanwhile. What is written stays on the nodes and is freed with them.
+    """
+    return Recording(model, values, writes=False)
+
+
+def _tag(found: list[Any], stop: set[Any], tag: Tag) -> None:
+    """Tag the nodes from ``found`` down to ``stop`` that have no tag yet."""
+    seen: set[Any] = set()
+    while found:
+        node = found.pop()
+        if node in seen or node in stop or type(node).__name__ == _LEAF or tag_of(node) is not None:
+            continue
+        seen.add(node)
+        set_tag(node, tag)
+        found += [child for child, _ in node.next_functions if child is not None]
+
+
+def _source() -> str:
+    """The nearest line that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return shown_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def shown_line(file: str, line: int, function: str) -> str:
+    """``model.py:31 in forward``, the path relative to where one is if it lies below."""
+    here = os.getcwd() + os.sep
+    return f"{file.removeprefix(here)}:{line} in {function}"
+
+
+def _grad_fn(tensor: Tensor) -> Any:
+    try:
+        return tensor.grad_fn
+    except RuntimeError:  # a view made under no_grad whose base was changed: torch refuses to say
+        return None
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else int(tensor._version)
+
+
+def storage_of(tensor: Tensor) -> int | None:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    stack = [value]
+    while stack:
+        part = stack.pop()
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, tuple | list):
+            stack += reversed(part)
+        elif isinstance(part, dict):
+            stack += reversed(list(part.values()))
+
+
+def nonfinite(tensor: Tensor | None) -> str:
+    """How many elements are NaN and ±inf, or "" if none is."""
+    if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()) or tensor.layout is not torch.strided:
+        return ""
+    flat = tensor.detach()
+    if bool(torch.isfinite(flat).all()):
+        return ""
+    nans, infs = int(torch.isnan(flat).sum()), int(torch.isinf(flat).sum())
+    return f"{nans} NaN and {infs} ±inf of {flat.numel()} elements"
+
+
+def magnitude(tensor: Tensor | None) -> str:
+    """The range of absolute values of the finite elements."""
+    if tensor is None:
+        return "undefined"
+    if tensor.numel() == 0 or tensor.layout is not torch.strided:
+        return "empty"
+    size = tensor.detach().abs().flatten().double()
+    size = size[torch.isfinite(size)]
+    return f"|x| in [{float(size.min()):.3g}, {float(size.max()):.3g}]" if len(size) else "nothing finite"
