@@ -14,6 +14,7 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 demo: $(READY)
+	$(BIN)/sternway split
 	$(BIN)/sternway demo
 
 test: $(READY)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,11 +51,11 @@ def test_doctor_fails_on_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not json.loads(_run("doctor", "--json", code=1))["well"]
 
 
-def test_demo_compares_with_plain_autograd_and_torch() -> None:
+def test_split_compares_with_plain_autograd_and_torch() -> None:
     threads = torch.get_num_threads()
     try:
-        record = json.loads(_run("demo", "--dim", "16", "--layers", "1", "--rounds", "2", "--json"))
-        text = _run("demo", "--dim", "16", "--layers", "1", "--rounds", "1")
+        record = json.loads(_run("split", "--dim", "16", "--layers", "1", "--rounds", "2", "--json"))
+        text = _run("split", "--dim", "16", "--layers", "1", "--rounds", "1")
     finally:
         torch.set_num_threads(threads)
     assert record["gradients_equal"]
@@ -62,8 +64,47 @@ def test_demo_compares_with_plain_autograd_and_torch() -> None:
     assert "Gradients equal to plain autograd's" in text
 
 
-def test_demo_refuses_a_width_that_the_heads_do_not_divide() -> None:
-    assert "a multiple of 4 is needed" in _run("demo", "--dim", "10", code=2)
+@pytest.mark.parametrize("command", ["split", "demo"])
+def test_a_width_that_the_heads_do_not_divide_is_refused(command: str) -> None:
+    assert "a multiple of 4 is needed" in _run(command, "--dim", "10", code=2)
+
+
+SMALL = ("--dim", "16", "--layers", "4", "--steps", "3", "--microbatches", "4", "--compared-steps", "1")
+
+
+def test_demo_trains_across_processes(tmp_path: Path) -> None:
+    record = json.loads(_run("demo", *SMALL, "--out", str(tmp_path), "--json"))
+    assert record["gradients_equal"]
+    assert len(record["losses"]) == 3
+    assert record["schedule"].startswith("search")
+    assert set(record["efficiency"]) == {
+        f"sternway {record['schedule']}",
+        "torch Schedule1F1B",
+        "torch ScheduleZBVZeroBubble",
+    }
+    page = (tmp_path / "report.html").read_text()
+    assert "planned" in page
+    assert "measured" in page
+    text = _run("demo", *SMALL, "--schedule", "zb-v", "--out", str(tmp_path))
+    assert "First step's gradients equal to one process's" in text
+    assert "zb-v" in text
+
+
+def test_demo_says_what_failed_in_a_process(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["demo", *SMALL, "--schedule", "no-such", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "no-such" in str(result.exception)
+
+
+def test_example_trains_under_torchrun() -> None:
+    root = Path(__file__).parents[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(root / "examples" / "train_gpt.py"), "--steps", "11", "--dim", "32"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("step")]
+    first, last = (float(line.split("loss ")[1].split(",")[0]) for line in (lines[0], lines[-1]))
+    assert last < first
 
 
 def test_graph_without_a_target_writes_and_names_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from sternway import viewer
 from sternway.cli._demo_rank import Options, Outcome, run
 from sternway.errors import PipelineError
+from sternway.schedule import Timeline
+from sternway.schedule._action import parts
 
 TOLERANCE = 1e-3  # relative, between the pipeline's gradients and one process's
 
@@ -106,7 +109,7 @@ def _efficiency(options: Options, outcome: Outcome, seconds: float) -> float:
     return outcome.one_process / (options.ranks * seconds)
 
 
-def _show(options: Options, outcome: Outcome, report: Path | None) -> None:
+def _show(options: Options, outcome: Outcome, report: Path) -> None:
     console = Console()
     table = Table(
         title=f"{options.layers}-block GPT, d={options.dim}, {options.microbatches} microbatches of "
@@ -131,11 +134,10 @@ def _show(options: Options, outcome: Outcome, report: Path | None) -> None:
         f"First step's gradients {good} to one process's: largest relative difference {outcome.gradient_error:.1e}."
     )
     console.print(f"Loss {outcome.losses[0]:.3f} → {outcome.losses[-1]:.3f} in {options.steps} steps.")
-    if report is not None:
-        console.print(f"Report: {report}")
+    console.print(f"Report: {report}")
 
 
-def _record(options: Options, outcome: Outcome, report: Path | None) -> dict[str, object]:
+def _record(options: Options, outcome: Outcome, report: Path) -> dict[str, object]:
     return {
         "torch": torch.__version__,
         "ranks": options.ranks,
@@ -150,9 +152,47 @@ def _record(options: Options, outcome: Outcome, report: Path | None) -> dict[str
         "bubble_planned": outcome.planned_bubble,
         "bubble_measured": outcome.measured_bubble,
         "peak_bytes": outcome.peaks,
-        "report": str(report) if report is not None else None,
+        "report": str(report),
     }
 
 
-def _write_report(out: Path, options: Options, outcome: Outcome) -> Path | None:
-    return None
+def _write_report(out: Path, options: Options, outcome: Outcome) -> Path:
+    """One offline page: the step as planned and as measured, memory, and the loss."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        return viewer.write(
+            out / "report.html",
+            title=f"{outcome.schedule_name} on {options.ranks} processes",
+            timelines={
+                "ranks": options.ranks,
+                "series": [
+                    {"name": "planned", "events": _events(outcome.planned)},
+                    {"name": "measured", "events": _events(outcome.measured)},
+                ],
+            },
+            curves={
+                "x": "step",
+                "y": "loss",
+                "series": [{"name": "loss", "points": [[i, value] for i, value in enumerate(outcome.losses)]}],
+            },
+        )
+    except OSError as error:
+        raise PipelineError("--out is a folder to write into", got=str(error), fix="choose another") from None
+
+
+def _events(timeline: Timeline) -> list[dict[str, Any]]:
+    """A timeline's actions as the viewer takes them, in milliseconds."""
+    return [
+        {
+            "rank": event.rank,
+            "label": str(event.action),
+            "op": action.op,
+            "microbatch": action.microbatch,
+            "stage": action.stage,
+            "start": 1e3 * event.start,
+            "end": 1e3 * event.end,
+        }
+        for rank in timeline.events
+        for event in rank
+        for action in parts(event.action)[-1:]
+    ]

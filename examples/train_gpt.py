@@ -1,0 +1,63 @@
+"""Train a byte-level GPT across processes: a script to read, copy and change.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --steps 50
+
+Every process runs this same file. Each keeps its part of the model, and gets the whole batch; only the first needs the
+inputs and only the last the targets.
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from sternway.cli._gpt import GPT
+from sternway.cli._text import batches, standard_library
+from sternway.pipeline import Pipeline
+
+
+def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--schedule", default="auto")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=128)
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)  # the same weights and the same batches on every rank
+    data = batches(standard_library(), rows=2 * arguments.microbatches, length=64)
+    x, target = next(data)
+    model = GPT(vocabulary=256, dim=arguments.dim, heads=4, layers=8, length=64)
+
+    pipe = Pipeline(
+        model,
+        cuts="balanced",
+        schedule=arguments.schedule,
+        num_microbatches=arguments.microbatches,
+        loss=loss,
+        sample=x[:2],
+        sample_target=target[:2],
+    )
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+    for step in range(arguments.steps):
+        x, target = next(data)
+        result = pipe.step(x, target=target, loss_everywhere=True)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if dist.get_rank() == 0 and step % 10 == 0:
+            print(f"step {step}: loss {float(result.loss):.3f}, bubble {result.timeline.bubble_rate:.1%}", flush=True)
+    pipe.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
