@@ -66,6 +66,9 @@ class Product(Later):
         value = left @ right
         return value if self._scale == 1 else value.mul_(self._scale)
 
+    def was_changed(self) -> bool:
+        return self._versions[0] != self.kept[0]._version
+
     def add_to(self, total: Tensor, grad: Tensor, transposed: bool) -> bool:
         """Add the gradient to ``total`` in place; False, and nothing done, if the types or dimensions do not allow it.
 

@@ -154,46 +154,40 @@ class Pending:
             )
         self._state = "failed half-way"
         anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-        self._take_watched_apart(everything=anomaly)
-        direct, groups = self._direct, self._groups
+        direct, groups, hooked = self._direct, self._groups, _Group({}, [])
         written: list[Tensor] = []
-        sums = _Sums()
+        sums: dict[int, tuple[Tensor, Tensor]] = {}
         with torch.no_grad():
-            while direct:  # nobody watches these, so that nothing runs in between
+            while direct:
                 leaf, parts = direct.popitem()
                 parameter = leaf.variable
-                if parameter.requires_grad:
+                if not parameter.requires_grad:
+                    continue
+                if not anomaly and _unwatched(parameter):
                     _accumulate(parameter, parts, sums)
                     written.append(parameter)
-            sums.add()
+                elif parameter._backward_hooks:  # a hook may stand for several parameters: all in one backward
+                    hooked.leaves[leaf] = None
+                    hooked.parts += parts
+                else:
+                    groups.append(_Group({leaf: None}, parts))
+            if sums:
+                totals, values = zip(*sums.values(), strict=True)
+                torch._foreach_add_(totals, values)
+            if hooked.parts:
+                groups.append(hooked)
+            self._compute_what_hooks_might_change()
             while groups:
                 _hand_to_engine(groups.popleft(), anomaly)
         _notify(written)
         self._state = "has run"
 
-    def _take_watched_apart(self, everything: bool) -> None:
-        """Move what the engine must accumulate from the direct parts to the groups.
-
-        Leaves with tensor hooks go together, since a hook may stand for several of them. What a hook might change
-        (another parameter, as an optimizer in the backward does) is computed before any hook runs.
-        """
-        hooked = _Group({}, [])
-        for leaf in [leaf for leaf in self._direct if everything or not _unwatched(leaf.variable)]:
-            parts = self._direct.pop(leaf)
-            if not leaf.variable.requires_grad:
-                continue
-            if leaf.variable._backward_hooks:
-                hooked.leaves[leaf] = None
-                hooked.parts += parts
-            else:
-                self._groups.append(_Group({leaf: None}, parts))
-        if hooked.parts:
-            self._groups.append(hooked)
+    def _compute_what_hooks_might_change(self) -> None:
+        """What is made from a parameter, before any hook runs: an optimizer in the backward changes parameters."""
         if self._groups:
             owned = {p.data_ptr() for p in (*self.deferred, *self.ready) if p.layout == torch.strided}
-            with torch.no_grad():
-                for part in chain(*(group.parts for group in self._groups)):
-                    part.compute_if_from(owned)
+            for part in chain(*(group.parts for group in self._groups)):
+                part.compute_if_from(owned)
 
     def __repr__(self) -> str:
         return (
@@ -202,63 +196,38 @@ class Pending:
         )
 
 
+_ORDINARY = (Tensor, torch.nn.Parameter)
+
+
 def _unwatched(parameter: Tensor) -> bool:
     """Whether ``.grad`` can be written without the engine: no Python hooks, and tensors of the ordinary kind."""
-    grad = parameter.grad
-    return (
-        type(parameter) in (Tensor, torch.nn.Parameter)
-        and parameter.layout == torch.strided
-        and getattr(parameter, "grad_dtype", parameter.dtype) == parameter.dtype
-        and not parameter._backward_hooks
-        and not parameter._post_accumulate_grad_hooks
-        and (
-            grad is None
-            or (
-                type(grad) is Tensor
-                and grad.layout == torch.strided
-                and grad.dtype == parameter.dtype
-                and not grad.requires_grad
-            )
-        )
-    )
+    if type(parameter) not in _ORDINARY or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        return False
+    grad, dtype = parameter.grad, parameter.dtype
+    if grad is None:
+        return parameter.layout == torch.strided and getattr(parameter, "grad_dtype", dtype) == dtype
+    return type(grad) is Tensor and grad.layout == torch.strided and grad.dtype == dtype and not grad.requires_grad
 
 
-class _Sums:
-    """Plain sums, left to be done in one call."""
-
-    def __init__(self) -> None:
-        self.values: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def put(self, total: Tensor, value: Tensor) -> None:
-        if id(total) in self.values:  # one call must not write twice to one place
-            total.add_(value)
-        else:
-            self.values[id(total)] = (total, value)
-
-    def add(self) -> None:
-        if self.values:
-            totals, values = zip(*self.values.values(), strict=True)
-            torch._foreach_add_(totals, values)
-
-
-def _accumulate(parameter: Tensor, parts: list[Part], sums: _Sums) -> None:
+def _accumulate(parameter: Tensor, parts: list[Part], sums: dict[int, tuple[Tensor, Tensor]]) -> None:
     """Add the parts to ``parameter.grad``; a plain sum is left in ``sums``, to be done with others in one call."""
     while parts:
         part = parts.pop()
         part.check()
         later, total = part.later, parameter.grad
-        if total is not None and isinstance(later, Product) and later.add_to(total, part.grad, part.transposed):
+        transposed = part.transposed and parameter.ndim > 1  # .t() of a vector is the vector
+        if total is not None and isinstance(later, Product) and later.add_to(total, part.grad, transposed):
             continue
-        value = part.value(part.transposed)
+        value = part.value(transposed)
         if value.shape != parameter.shape:
             value = value.sum_to_size(parameter.shape)
         if total is None:
             parameter.grad = _own(value, parameter, part)
         elif total.layout != torch.strided:  # a sparse gradient before
             parameter.grad = value + total
-        elif value.layout == torch.strided and value.dtype == total.dtype:
-            sums.put(total, value)
-        else:
+        elif value.layout == torch.strided and value.dtype == total.dtype and id(total) not in sums:
+            sums[id(total)] = (total, value)
+        else:  # one call must not write twice to one place
             total.add_(value)
 
 

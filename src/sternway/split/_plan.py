@@ -171,15 +171,17 @@ class _Planner:
 
     def is_recomputed(self, edge: Edge) -> bool:
         """Whether W, going through what lies behind ``edge``, would make a checkpoint recompute once more."""
-        stack, seen = [edge[0]], self.not_recomputed
+        stack, seen = [edge[0]], {edge[0]}
         while stack:
             node = stack.pop()
-            if node in seen or type(node).__name__ == "AccumulateGrad":
+            if node in self.not_recomputed:
                 continue
             if packing(node) is Packing.CHECKPOINT:
                 return True
-            seen.add(node)
-            stack += [child for child, _ in node.next_functions if child is not None]
+            new = {child for child, _ in node.next_functions if child is not None} - seen
+            seen |= new
+            stack += new
+        self.not_recomputed |= seen
         return False
 
     def leads_to_input(self, edge: Edge) -> bool:

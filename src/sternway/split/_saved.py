@@ -31,21 +31,24 @@ class Packing(Enum):
 
 
 @cache
+def _slots(node_type: Hashable) -> tuple[str, ...]:
+    return tuple(name for name in dir(node_type) if name.startswith("_raw_saved_"))
+
+
+@cache
 def _unpack_hooks(node_type: Hashable) -> Callable[[Any], Any]:
     """A function that reads all the node's unpack hooks at once: the split asks this of every cut."""
-    slots = [name for name in dir(node_type) if name.startswith("_raw_saved_")]
-    return attrgetter("__class__", "__class__", *(f"{name}.unpack_hook" for name in slots))
+    return attrgetter("__class__", "__class__", *(f"{name}.unpack_hook" for name in _slots(node_type)))
 
 
 def _packed(node: Any) -> list[Any]:
     """What hooks made of the node's saved tensors; nothing is unpacked."""
     found: list[Any] = []
-    for name in dir(type(node)):
-        if name.startswith("_raw_saved_"):
-            slot = getattr(node, name)
-            for saved in slot if isinstance(slot, tuple) else (slot,):
-                if saved is not None and saved.unpack_hook is not None:
-                    found.append(saved.data)
+    for name in _slots(node.__class__):
+        slot = getattr(node, name)
+        for saved in slot if isinstance(slot, tuple) else (slot,):
+            if saved is not None and saved.unpack_hook is not None:
+                found.append(saved.data)
     return found
 
 

@@ -9,7 +9,7 @@ Edge = tuple[Node, int]
 
 
 class Target(NamedTuple):
-    """A parameter's AccumulateGrad node, and whether the parameter is the transpose of the operand."""
+    """A parameter's AccumulateGrad node, and whether the parameter (unless a vector) is the operand's transpose."""
 
     leaf: Node
     transposed: bool
@@ -22,9 +22,7 @@ def direct_target(edge: Edge, stop_at: set[Node]) -> Target | None:
         kind = type(node).__name__
         if kind == "AccumulateGrad":
             return Target(node, transposed)
-        if kind == "TBackward0":
-            transposed ^= len(node._input_metadata[0].shape) == 2  # .t() of a vector is the vector
-        elif kind == "TransposeBackward0" and _swaps_last_two(node):
+        if kind == "TBackward0" or (kind == "TransposeBackward0" and _swaps_last_two(node)):
             transposed = not transposed
         elif kind == "ToCopyBackward0" and not cast and _changes_precision_only(node):
             cast = True  # a second one might round in between

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from compare import assert_same_grads
 from models import gpt
 from torch import nn
 from torch.nn import functional as F
 
+from compare import assert_same_grads
 from sternway import schedule
 from sternway.pipeline import LocalTransport, Pipeline
 
