@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -243,6 +245,26 @@ def test_any_depth() -> None:
     for _ in range(20_000):
         x = x + 1
     assert len(graph.capture(x).nodes) == 20_001
+
+
+DEEP = """
+import torch
+from sternway import graph
+x = torch.ones(1, requires_grad=True)
+y = x * 1
+for _ in range(40_000):
+    x, y = y + x, x * 1.0
+loss = x + y
+{look}
+del loss, x, y
+"""
+
+
+def test_a_deep_graph_is_freed_without_a_crash() -> None:
+    """torch frees what Python has walked in nested calls; our rungs keep these from overflowing the C stack."""
+    look = "assert len(graph.capture(loss).nodes) == 80_003"
+    done = subprocess.run([sys.executable, "-c", DEEP.format(look=look)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_several_outputs_in_any_nesting() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gloo import on_ranks
 from sternway import graph
 from sternway.errors import BackwardError, GraphError
 
@@ -117,16 +118,27 @@ def test_does_not_require_grad() -> None:
         model(x).sum().backward()
 
 
-def test_unused_parameters_under_ddp() -> None:
-    """DDP's message gives numbers; ours gives names."""
-    model = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
-    theirs = (
-        "Expected to have finished reduction in the prior iteration before starting a new one. … Parameter indices "
-        "which did not receive grad for rank 0: 2 3\n In addition …"
-    )
+class _HalfUsed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def _train_with_an_unused_parameter(rank: int) -> None:
+    model = _HalfUsed()
+    parallel = nn.parallel.DistributedDataParallel(model)
     expected = r"none for idle\.weight, idle\.bias.*find_unused_parameters"
     with pytest.raises(BackwardError, match=expected), graph.explain(model):
-        raise RuntimeError(theirs)
+        for _ in range(2):
+            parallel(torch.ones(1, 2)).sum().backward()
+
+
+def test_unused_parameters_under_ddp() -> None:
+    """DDP's own message gives numbers."""
+    on_ranks(2, _train_with_an_unused_parameter)
     with pytest.raises(BackwardError, match=r"some parameters"), graph.explain():
         raise RuntimeError("Expected to have finished reduction in the prior iteration")
 

@@ -112,8 +112,11 @@ class Reader:
         if frame is None or id(frame) in self._frames:
             return
         self._frames.add(id(frame))
-        saver = getattr(frame, "input_saver", None)  # torch 2.11; later releases keep a list
-        kept = getattr(saver, "_raw_saved_tensors", ()) if saver is not None else getattr(frame, "saved_args", ())
+        saver = getattr(frame, "input_saver", None)
+        if saver is None:
+            kept = getattr(frame, "saved_args", ())
+        else:  # torch 2.11 keeps them on the node of a dummy tensor, after the dummy itself
+            kept = getattr(saver.grad_fn, "_raw_saved_tensors", ())[1:]
         for index, entry in enumerate(kept):
             data = entry if isinstance(entry, Tensor) else getattr(entry, "data", None)
             for tensor in _tensors(data):

@@ -39,7 +39,7 @@ class TimelineView {
         const width = Math.max(0.5, x(event.end) - x(event.start));
         chart.append(make("g", { tabindex: -1 }, make("rect", { class: "event", x: x(event.start), y: event.rank * row + 2, width, height: row - 4, fill: colourOf(event.op), rx: 2 },
           make("title", {}, `${event.label}: ${event.start} to ${event.end}`)),
-        width > 9 * event.label.length ? make("text", { x: x(event.start) + 4, y: event.rank * row + 17 }, event.label) : null));
+        width > 7.4 * event.label.length ? make("text", { x: x(event.start) + 2, y: event.rank * row + 17 }, event.label) : null));
       }
       this.body.append(make("div", { class: "series" }, make("h2", {}, one.name), chart));
     }
