@@ -82,11 +82,12 @@ def test_memory_after_i_and_after_w() -> None:
     model = gpt(256, 4).cuda().bfloat16()
     x = torch.randn(4, 256, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     split.backward_input(model(x).sum(), None, x)[1].run()
+    arriving = torch.ones_like(x)
     torch.cuda.synchronize()
     start = torch.cuda.memory_allocated()
     y = model(x)
     after_f = torch.cuda.memory_allocated() - start
-    grad, pending = split.backward_input(y, torch.ones_like(y), x)
+    grad, pending = split.backward_input(y, arriving, x)
     del y, grad
     after_i = torch.cuda.memory_allocated() - start
     assert after_i <= after_f
