@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sternway.errors import PipelineError
-from sternway.pipeline._build import Built, from_model, from_stages
+from sternway.pipeline._build import from_model, from_stages
+from sternway.pipeline._checks import check_alike, check_places, checked_skips, digest, signature
 from sternway.pipeline._clock import offsets
 from sternway.pipeline._dist import DistTransport
 from sternway.pipeline._grads import DataParallel, add_ties, clip_norm, resolve_ties
 from sternway.pipeline._microbatch import Chunk, ChunkSpec, cut, weights
-from sternway.pipeline._payload import pack
 from sternway.pipeline._result import StepResult, measured_timeline
 from sternway.pipeline._run import Routes, Step, run_rank
 from sternway.pipeline._stage import Loss, Microbatch, Stage
@@ -87,25 +86,25 @@ class Pipeline:
                     stages, cuts, schedule, ranks, num_microbatches, memory_limit, sample, loss, sample_target,
                     self.transport,
                 )  # fmt: skip
-            _check_places(self._built, ranks, self.transport)
-            return [0, 0, _digest(self._built.schedule.to_json()), *_bits(self._built.modules)]
+            check_places(self._built, ranks, self.transport)
+            return [0, 0, digest(self._built.schedule.to_json())]
 
         facts = self.transport.checked(build)
         self.schedule, self.costs = self._built.schedule, self._built.costs
-        _check_alike(facts, self.schedule)
+        check_alike(facts, self.schedule)
         last = self.schedule.num_stages - 1
         self.stages = {
             index: Stage(index, module, is_last=index == last, loss=loss if index == last else None)
             for index, module in sorted(self._built.modules.items())
         }
         self.ranks_here = self.transport.mine or tuple(range(ranks))
-        self._routes = Routes(self.schedule.num_stages, _checked_skips(skips or {}, self.schedule.num_stages))
+        self._routes = Routes(self.schedule.num_stages, checked_skips(skips or {}, self.schedule.num_stages))
         self._ties = resolve_ties(self._all_ties(tied, stages), self._named(), self.transport)
         tied_here = {id(p) for tie in self._ties for p in tie.here}
         self._late = [p for p in self.parameters() if id(p) in tied_here]
         self._copies = DataParallel(mesh.get_group("dp")) if mesh is not None else None
         self._offsets = offsets(self.transport, ranks)
-        self._digest = _digest(self.schedule.to_json())
+        self._digest = digest(self.schedule.to_json())
         self._closed = False
 
     # The step
@@ -165,9 +164,9 @@ class Pipeline:
 
         def prepare() -> list[int]:
             batch.extend(self._cut(inputs, keywords, target, everywhere, training))
-            return [_signature(batch), int(training), self._digest]
+            return [signature(batch), int(training), self._digest]
 
-        _check_alike(self.transport.checked(prepare), self.schedule)
+        check_alike(self.transport.checked(prepare), self.schedule)
         times: dict[int, list[tuple[float, float]]] = {rank: [] for rank in self.ranks_here}
         works = {
             rank: run_rank(
@@ -348,62 +347,3 @@ def _transport_of(mesh: Any, dynamic: bool) -> Transport:
         raise PipelineError('a mesh has the dimensions "dp" and "pp"', got=str(names), fix="name them so")
     device = "cuda" if mesh.device_type == "cuda" else "cpu"
     return DistTransport(dist.get_process_group_ranks(mesh.get_group("pp")), device, dynamic=dynamic)
-
-
-def _check_places(built: Built, ranks: int, transport: Transport) -> None:
-    """The schedule is whole, is for these ranks, and places on them just the stages that are here."""
-    plan = built.schedule.check()
-    if plan.ranks != ranks:
-        raise PipelineError(
-            f"the schedule {plan.name} is for {plan.ranks} ranks", got=f"{ranks} ranks", fix="make it for as many"
-        )
-    for rank in transport.mine or range(ranks):
-        missing = [stage for stage in plan.placement[rank] if stage not in built.modules]
-        if missing:
-            raise PipelineError(
-                f"rank {rank} holds the stages {list(plan.placement[rank])}, as {plan.name} places them",
-                got=f"no stage {missing[0]}, but {sorted(built.modules)}",
-                fix="pass {index: module} for each of them",
-            )
-    mine = {stage for rank in transport.mine or range(ranks) for stage in plan.placement[rank]}
-    extra = sorted(built.modules.keys() - mine)
-    if extra:
-        raise PipelineError(
-            f"{plan.name} places the stages {sorted(mine)} here", got=f"stage {extra[0]} too", fix="leave it out"
-        )
-
-
-def _check_alike(facts: list[list[int]], schedule: Schedule) -> None:
-    digests = [row[2] for row in facts]
-    if len(set(digests)) > 1:
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        raise PipelineError(
-            "all ranks run one schedule",
-            got=f"another on rank {other} than on rank 0; here {schedule.name} of {schedule.num_microbatches}",
-            fix="build it from the same arguments everywhere",
-        )
-
-
-def _checked_skips(skips: Mapping[str, tuple[int, int]], num_stages: int) -> dict[str, tuple[int, int]]:
-    for name, (source, target) in skips.items():
-        if name == "main" or not 0 <= source < target < num_stages:
-            raise PipelineError(
-                f"a skip leads from a stage to a later one, of {num_stages}",
-                got=f"{name}: from {source} to {target}",
-                fix='name stages in order, and the skip anything but "main"',
-            )
-    return dict(skips)
-
-
-def _digest(text: str) -> int:
-    return zlib.crc32(text.encode())
-
-
-def _bits(modules: Mapping[int, nn.Module]) -> list[int]:
-    return [len(modules)]
-
-
-def _signature(batch: list[Microbatch]) -> int:
-    """A number that changes when the shapes of a batch do."""
-    spec = [pack([m.arguments, m.keywords, m.everywhere])[0] for m in batch]
-    return zlib.crc32(repr([[(t.shape, str(t.dtype)) for t in s.tensors] for s in spec]).encode())

@@ -1,0 +1,71 @@
+"""What must hold before a pipeline is built and before each step: on every rank, and alike on all."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+
+from sternway.errors import PipelineError
+from sternway.pipeline._build import Built
+from sternway.pipeline._payload import pack
+from sternway.pipeline._stage import Microbatch
+from sternway.pipeline._transport import Transport
+from sternway.schedule import Schedule
+
+
+def check_places(built: Built, ranks: int, transport: Transport) -> None:
+    """The schedule is whole, is for these ranks, and places on them just the stages that are here."""
+    plan = built.schedule.check()
+    if plan.ranks != ranks:
+        raise PipelineError(
+            f"the schedule {plan.name} is for {plan.ranks} ranks", got=f"{ranks} ranks", fix="make it for as many"
+        )
+    for rank in transport.mine or range(ranks):
+        missing = [stage for stage in plan.placement[rank] if stage not in built.modules]
+        if missing:
+            raise PipelineError(
+                f"rank {rank} holds the stages {list(plan.placement[rank])}, as {plan.name} places them",
+                got=f"no stage {missing[0]}, but {sorted(built.modules)}",
+                fix="pass {index: module} for each of them",
+            )
+    mine = {stage for rank in transport.mine or range(ranks) for stage in plan.placement[rank]}
+    extra = sorted(built.modules.keys() - mine)
+    if extra:
+        raise PipelineError(
+            f"{plan.name} places the stages {sorted(mine)} here", got=f"stage {extra[0]} too", fix="leave it out"
+        )
+
+
+def check_alike(facts: list[list[int]], schedule: Schedule) -> None:
+    """All ranks run one schedule: the third of each rank's facts is its digest."""
+    digests = [row[2] for row in facts]
+    if len(set(digests)) > 1:
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        raise PipelineError(
+            "all ranks run one schedule",
+            got=f"another on rank {other} than on rank 0; here {schedule.name} of {schedule.num_microbatches}",
+            fix="build it from the same arguments everywhere",
+        )
+
+
+def checked_skips(skips: Mapping[str, tuple[int, int]], num_stages: int) -> dict[str, tuple[int, int]]:
+    """The skips, if each leads from a stage to a later one."""
+    for name, (source, target) in skips.items():
+        if name == "main" or not 0 <= source < target < num_stages:
+            raise PipelineError(
+                f"a skip leads from a stage to a later one, of {num_stages}",
+                got=f"{name}: from {source} to {target}",
+                fix='name stages in order, and the skip anything but "main"',
+            )
+    return dict(skips)
+
+
+def digest(text: str) -> int:
+    """A number that differs where texts do, but for bad luck."""
+    return zlib.crc32(text.encode())
+
+
+def signature(batch: list[Microbatch]) -> int:
+    """A number that changes when the shapes of a batch do."""
+    spec = [pack([m.arguments, m.keywords, m.everywhere])[0] for m in batch]
+    return zlib.crc32(repr([[(t.shape, str(t.dtype)) for t in s.tensors] for s in spec]).encode())
