@@ -34,8 +34,9 @@ check: lint test
 
 bench: $(READY)
 	$(BIN)/python benchmarks/split/main.py
-	$(BIN)/python benchmarks/graph/main.py
 	$(BIN)/python benchmarks/schedule/main.py
+	$(BIN)/python benchmarks/pipeline/main.py
+	$(BIN)/python benchmarks/graph/main.py
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -3,9 +3,10 @@
 Where torch has the same schedule, ours is the same list of actions. Its faults are shown, not worked around.
 """
 
-from types import SimpleNamespace
+from types import inspect
 
 import pytest
+import SimpleNamespace
 from torch.distributed.pipelining import schedules as theirs
 
 from sternway import schedule
@@ -75,6 +76,8 @@ def test_we_read_what_torch_writes_and_make_the_same(name, ranks, microbatches, 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "per_rank"), list(cases()))
 def test_we_read_receives_that_torch_defers(name, ranks, microbatches, per_rank):
+    if "defer_pp_recv" not in inspect.signature(SHARED[name][0]).parameters:
+        pytest.skip("this torch does not defer receives")
     order = made_by_torch(name, ranks, microbatches, per_rank, defer_pp_recv=True)
     schedule.from_csv(text_of(order.pipeline_order_with_comms), name=name).check()
 

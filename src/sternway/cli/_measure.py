@@ -160,8 +160,13 @@ class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
 def _counting(device: torch.device, before: list[Tensor]) -> Iterator[Callable[[], int]]:
     """A function that tells how many bytes are allocated now, beside the tensors that were there ``before``."""
     if device.type == "cuda":
-        start = torch.cuda.memory_allocated()
-        yield lambda: torch.cuda.memory_allocated() - start
+        start = _requested()
+        yield lambda: _requested() - start
     else:
         with _Storages(before) as storages:
             yield lambda: sum(storages.alive.values())
+
+
+def _requested() -> int:
+    """Bytes on the device as they were asked for; what is allocated for them is rounded up."""
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
