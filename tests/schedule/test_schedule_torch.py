@@ -3,8 +3,6 @@
 Where torch has the same schedule, ours is the same list of actions. Its faults are shown, not worked around.
 """
 
-from types import inspect
-
 import pytest
 import SimpleNamespace
 from torch.distributed.pipelining import schedules as theirs
