@@ -3,8 +3,10 @@
 Where torch has the same schedule, ours is the same list of actions. Its faults are shown, not worked around.
 """
 
+import inspect
+from types import SimpleNamespace
+
 import pytest
-import SimpleNamespace
 from torch.distributed.pipelining import schedules as theirs
 
 from sternway import schedule
