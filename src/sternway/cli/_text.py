@@ -27,4 +27,4 @@ def batches(text: Tensor, rows: int, length: int, seed: int = 0) -> Iterator[tup
     while True:
         starts = torch.randint(len(text) - length - 1, (rows,), generator=generator)
         pieces = torch.stack([text[start : start + length + 1] for start in starts.tolist()])
-        yield pieces[:, :-1], pieces[:, 1:]
+        yield pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
