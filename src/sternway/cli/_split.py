@@ -51,7 +51,7 @@ def _show(title: str, times: dict[str, Times], held: dict[str, tuple[int, int]])
     for heading in ("backward", "I, ms", "W, ms", "I + W", "over fused", "held after F", "held after I"):
         table.add_column(heading, justify="left" if heading == "backward" else "right")
     table.add_row("fused", "", "", f"{times['fused'].i:.2f}", "1.00", "", "")
-    for name, label in (("torch", "torch's split"), ("sternway", "[bold]sternway.split[/bold]")):
+    for name, label in (("torch", "torch"), ("sternway", "[bold]sternway[/bold]")):
         mine, (after_forward, after_i) = times[name], held[name]
         table.add_row(
             label,
