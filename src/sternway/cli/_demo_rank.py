@@ -47,7 +47,6 @@ class Outcome:
     planned_bubble: float = 0.0
     measured_bubble: float = 0.0
     schedule_name: str = ""
-    schedule_json: str = ""
     planned: Any = None  # Timelines
     measured: Any = None
 
@@ -88,7 +87,7 @@ def _run(rank: int, options: Options, reports: Any) -> Outcome:
         sample=x[sample],
         sample_target=target[sample],
     )
-    outcome = Outcome(schedule_name=pipe.schedule.name, schedule_json=pipe.schedule.to_json())
+    outcome = Outcome(schedule_name=pipe.schedule.name)
     outcome.gradient_error = _compare_gradients(pipe, alone, x, target)
     outcome.planned = pipe.schedule.simulate(pipe.costs)
     outcome.planned_bubble = outcome.planned.bubble_rate

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from sternway import schedule as schedules
 from sternway.errors import PipelineError
-from sternway.pipeline._partition import balance, split_model, trace
+from sternway.pipeline._partition import balance, called_modules, split_model
 from sternway.pipeline._profile import Profile, profile
 from sternway.pipeline._stage import Loss
 from sternway.pipeline._transport import Transport
@@ -53,16 +52,12 @@ def from_model(
     transport: Transport,
 ) -> Built:
     """A whole model: cut it, keep this process's part."""
-    names = list(dict.fromkeys(str(node.target) for node in trace(model).nodes if node.op == "call_module"))
+    names = called_modules(model)
     measured = _measure(model, names, sample, loss, target, transport) if sample is not None else None
     if isinstance(cuts, str):
         if cuts != "balanced":
             raise PipelineError('cuts are module names, or "balanced"', got=repr(cuts), fix='pass cuts="balanced"')
-        weights = (
-            [f + i + w for f, i, w in zip(measured.F, measured.I, measured.W, strict=True)]
-            if measured is not None
-            else [_weight(model.get_submodule(name)) for name in names]
-        )
+        weights = _weights(model, names, measured)
         options = _balanced(weights, measured, wanted, ranks, microbatches, memory)
     else:
         starts = [0, *(names.index(name) for name in cuts)]
@@ -84,13 +79,17 @@ def partition(
         stages_per_rank: how many stages each is to hold.
         costs: what ``profile(model, sample)`` measured; without it, parameters are counted, embedding tables as free.
     """
-    names = list(dict.fromkeys(str(node.target) for node in trace(model).nodes if node.op == "call_module"))
-    if costs is not None:
-        weights = [f + i + w for f, i, w in zip(costs.F, costs.I, costs.W, strict=True)]
-    else:
-        weights = [_weight(model.get_submodule(name)) for name in names]
+    names = called_modules(model)
+    weights = _weights(model, names, costs)
     starts = balance(weights, ranks * stages_per_rank)
     return split_model(model, [names[start] for start in starts[1:]])
+
+
+def _weights(model: nn.Module, names: list[str], measured: Profile | None) -> list[float]:
+    """What each called module costs: as measured, or else by its parameters."""
+    if measured is None:
+        return [_weight(model.get_submodule(name)) for name in names]
+    return [f + i + w for f, i, w in zip(measured.F, measured.I, measured.W, strict=True)]
 
 
 def _weight(module: nn.Module) -> float:
@@ -177,6 +176,3 @@ def _measure(
     parts = [tuple(row[k * n : (k + 1) * n]) for k in range(5)]
     as_bytes = [tuple(map(int, part)) for part in parts[3:]]
     return Profile(tuple(names), parts[0], parts[1], parts[2], as_bytes[0], as_bytes[1], (0,) * n)
-
-
-__all__ = ["Built", "from_model", "from_stages", "partition", "torch"]

@@ -8,7 +8,6 @@ the model included, is handed from stage to stage. A stage's module keeps the pa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import fx, nn
 
@@ -20,14 +19,6 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         return not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A stretch of the model's graph that is not cut: from one called module up to the next."""
-
-    name: str
-    nodes: tuple[fx.Node, ...]
 
 
 def trace(model: nn.Module) -> fx.Graph:
@@ -46,18 +37,9 @@ def trace(model: nn.Module) -> fx.Graph:
         ) from error
 
 
-def pieces(graph: fx.Graph) -> list[Piece]:
-    """The graph in order, a new piece at each call of a module."""
-    found: list[tuple[str, list[fx.Node]]] = [("", [])]
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output", "get_attr"):
-            continue
-        if node.op == "call_module" and (found[-1][0] or any(n.op == "call_module" for n in found[-1][1])):
-            found.append((str(node.target), []))
-        elif node.op == "call_module":
-            found[-1] = (str(node.target), found[-1][1])
-        found[-1][1].append(node)
-    return [Piece(name, tuple(nodes)) for name, nodes in found if nodes]
+def called_modules(model: nn.Module) -> list[str]:
+    """The names of the modules that the model's forward calls, in order, each once: where it can be cut."""
+    return list(dict.fromkeys(str(node.target) for node in trace(model).nodes if node.op == "call_module"))
 
 
 def split_model(model: nn.Module, cuts: Sequence[str]) -> list[nn.Module]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway.errors import PipelineError
-from sternway.pipeline._partition import split_model, trace
+from sternway.pipeline._partition import called_modules, split_model
 from sternway.pipeline._payload import pack
 from sternway.pipeline._stage import MAIN, Loss, Microbatch, Payload, Stage
 from sternway.schedule import Costs
@@ -90,8 +90,7 @@ def profile(
         repeats: how often each is timed; the median counts.
     """
     if isinstance(model, nn.Module):
-        names = [str(node.target) for node in trace(model).nodes if node.op == "call_module"]
-        names = list(dict.fromkeys(names))
+        names = called_modules(model)
         if not names:
             raise PipelineError(
                 "a model that is profiled calls modules", got=type(model).__name__, fix="pass its stages"

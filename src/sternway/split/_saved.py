@@ -38,6 +38,7 @@ def _slots(node_type: Hashable) -> tuple[str, ...]:
 @cache
 def _unpack_hooks(node_type: Hashable) -> Callable[[Any], Any]:
     """A function that reads all the node's unpack hooks at once: the split asks this of every cut."""
+    # Two names at least, for the getter to give a tuple whatever the number of slots.
     return attrgetter("__class__", "__class__", *(f"{name}.unpack_hook" for name in _slots(node_type)))
 
 
