@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -41,15 +42,23 @@ def find() -> str:
     return path
 
 
+def _pipe() -> tuple[int, int]:
+    """Both ends of a pipe at descriptors far above 3 and 4, so that putting one there can close no other."""
+    ends = os.pipe()
+    high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 100) for end in ends)
+    for end in ends:
+        os.close(end)
+    return high[0], high[1]
+
+
 class Browser:
     """One tab. Messages are JSON, each ended by a zero byte; the browser reads descriptor 3 and writes descriptor 4."""
 
     def __init__(self, width: int = 1400, height: int = 860) -> None:
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-        theirs_in, self._out = os.pipe()
-        self._in, theirs_out = os.pipe()
-        # 3 and 4 may be taken by the pipes themselves, so these go out of the way first.
-        command = f'exec 13<&{theirs_in} 14>&{theirs_out}; exec 3<&13 4>&14; exec "$@"'
+        theirs_in, self._out = _pipe()
+        self._in, theirs_out = _pipe()
+        command = f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$@"'
         flags = [*FLAGS, f"--user-data-dir={self._profile.name}", f"--window-size={width},{height}", "about:blank"]
         self._process = subprocess.Popen(
             ["bash", "-c", command, "bash", find(), *flags],
