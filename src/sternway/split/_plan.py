@@ -28,7 +28,7 @@ from torch.autograd.function import BackwardCFunction
 
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._saved import Packing, packing
-from sternway.split._target import Edge, Node, Target, direct_target
+from sternway.split._target import AccumulateGrad, Edge, Node, Target, direct_target
 from sternway.split._unsupported import UNSUPPORTED
 
 
@@ -71,7 +71,7 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> Plan:
             cut.waits.remove(wait)
             cut.runs_in_i = True
         planner.walk([wait.edge[0] for _, wait in clashes])
-    inner = [edge for edge in inputs if type(edge[0]).__name__ != "AccumulateGrad"]
+    inner = [edge for edge in inputs if type(edge[0]) is not AccumulateGrad]
     return Plan([cut for cut in planner.cuts if cut.waits], planner.leaves, inner)
 
 
@@ -79,6 +79,7 @@ class _Planner:
     def __init__(self, inputs: set[Edge]) -> None:
         self.inputs = inputs
         self.input_nodes = {node for node, _ in inputs}
+        self.kinds: dict[type, Operands | None] = {}  # by node type: its name is made anew each time it is asked for
         self.chains: dict[Node, bool] = {}
         self.from_inputs: dict[Node, bool] = {}
         self.not_recomputed: set[Node] = set()
@@ -88,20 +89,18 @@ class _Planner:
 
     def walk(self, stack: list[Node]) -> None:
         """Extend the spine from ``stack`` downwards."""
-        spine, inputs, input_nodes = self.spine, self.inputs, self.input_nodes
+        spine, inputs, input_nodes, kinds = self.spine, self.inputs, self.input_nodes, self.kinds
         while stack:
             node = stack.pop()
             if node in spine:
                 continue
             spine.add(node)
-            kind = type(node).__name__
-            if kind == "AccumulateGrad":
+            kind = type(node)
+            if kind is AccumulateGrad:
                 self.leaves.append(node)
                 continue
-            if kind in UNSUPPORTED:
-                UNSUPPORTED[kind](node)
             edges = node.next_functions
-            operands = RULES.get(kind)
+            operands = kinds[kind] if kind in kinds else self.look_up(kind, node)
             if operands is not None and (cut := self.cut(node, edges, operands)):
                 self.cuts.append(cut)
                 waiting = [wait.operand.position for wait in cut.waits]
@@ -109,6 +108,15 @@ class _Planner:
             for edge in edges:
                 if (child := edge[0]) is not None and (child not in input_nodes or edge not in inputs):
                     stack.append(child)
+
+    def look_up(self, kind: type, node: Node) -> Operands | None:
+        """The rules for a kind of node, if any; raises SplitError for one that cannot be split."""
+        name = kind.__name__
+        if name in UNSUPPORTED:
+            UNSUPPORTED[name](node)
+        else:
+            self.kinds[kind] = RULES.get(name)
+        return RULES.get(name)
 
     def cut(self, node: Node, edges: tuple[Edge, ...], operands: Operands) -> Cut | None:
         """The node as a cut, if some of its operands can wait."""
@@ -123,7 +131,7 @@ class _Planner:
         if not waits:
             return None
         waits += self.chains_of(operands.riders, edges)
-        runs_in_i = sum([child is not None for child, _ in edges]) > len(waits)
+        runs_in_i = len([1 for child, _ in edges if child is not None]) > len(waits)
         checkpointed = packed is Packing.CHECKPOINT
         if checkpointed and not runs_in_i:
             return None  # what a checkpoint recomputes can be read only while the node runs
