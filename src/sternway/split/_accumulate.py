@@ -28,7 +28,7 @@ def unwatched(parameter: Tensor) -> bool:
 
 
 class Work:
-    """Additions to ``.grad``: ``add`` writes products down, for ``do`` to do, the last first; the rest it does itself."""
+    """Additions to ``.grad``: ``add`` writes products down, ``do`` does them, last first; others are done at once."""
 
     def __init__(self) -> None:
         self._products: list[Callable[[], object]] = []
