@@ -17,6 +17,7 @@ from sternway.saved._mutable import Mutable, mutable
 from sternway.saved._offload import Offload, offload
 from sternway.saved._pack import Packed
 from sternway.saved._policy import Hooks, Policy, keep
+from sternway.saved._recompute import recompute
 from sternway.saved._report import ModuleRow, Report
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "keep",
     "mutable",
     "offload",
+    "recompute",
 ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
@@ -34,9 +33,9 @@ class Compress(Policy):
             return BITS
         return self._codec if self._codec is not None and self._codec.suits(tensor) else None
 
-    def need_disk(self, policies: list[tuple[Policy, Any]]) -> None:
+    def need_disk(self, policies: Sequence[Policy]) -> None:
         """Raise if nothing around could write to a disk: "lossless" is done on the way there."""
-        if not any(hasattr(policy, "engine") and policy.engine.store.name == "disk" for policy, _ in policies):
+        if not any(hasattr(policy, "engine") and policy.engine.store.name == "disk" for policy in policies):
             raise SavedError(
                 'compress("lossless") is for what goes to a disk',
                 got="no offload around it that does",

@@ -74,7 +74,7 @@ class _DiskAway(Away):
         self._itemsize, self._lossless = itemsize, lossless
         self._path: Path | None = None
         self._held: Tensor | None = None  # in memory after all, if it could not be written
-        self._freed = False
+        self._freed = threading.Event()
         self._lock = threading.Lock()
 
     def write(self, source: Tensor, buffer: Buffer | None, copied: Any) -> None:
@@ -82,7 +82,7 @@ class _DiskAway(Away):
         try:
             if copied is not None:
                 copied.event.synchronize()
-            if self._freed:
+            if self._freed.is_set():
                 return
             path = self._store.new_path()
             try:
@@ -95,7 +95,7 @@ class _DiskAway(Away):
                 with self._lock:
                     self._path = path
                     self._store.written_bytes += written
-                if self._freed:
+                if self._freed.is_set():
                     self.free()
         finally:
             self._store.written(self._size, buffer)
@@ -141,7 +141,7 @@ class _DiskAway(Away):
 
     def free(self) -> None:
         with self._lock:
-            self._freed = True
+            self._freed.set()
             path, self._path, self._held = self._path, None, None
         if path is not None:
             path.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from sternway.saved._plan import PACK, USE, Event, Plan, Record, plan_for_budget, plan_in_time
@@ -28,6 +29,7 @@ from sternway.saved._slot import Slot
 from sternway.saved._store import Arrival, Away, Store
 
 _LINK_SHARE = 0.93  # of the link's speed as measured alone, that "auto" counts on
+_MEASURED = 2  # steps that "auto" times before it plans: the first one warms up
 _ALIKE = 0.25  # a step's bytes may differ by this share from the planned step's
 
 
@@ -71,7 +73,7 @@ class Engine:
         self._budget, self._prefetch, self._window = budget, prefetch, window
         self._auto = budget == "auto"
         self._record: Record | None = None
-        self._measured: tuple[_Round, Any] | None = None
+        self._measured: list[_Round] = []
         self._rates: tuple[float, float] | None = None
         self._round = _Round()
         self._mover: Any = None
@@ -119,19 +121,20 @@ class Engine:
         assert slot.payload is not None  # new
         if self._mover is None:
             self._mover = self.store.mover(slot.payload.device)
-        if self._measured is not None:
-            self._learn(slot)
+        if len(self._measured) >= _MEASURED:
+            self._learn(slot.payload.device)
         self._round = _Round()
 
-    def _learn(self, slot: Slot) -> None:
-        """Make a plan from the round that was measured; its times are known by now, or soon."""
-        assert self._measured is not None
-        assert slot.payload is not None
-        measured, mover = self._measured
-        self._measured = None
+    def _learn(self, device: torch.device) -> None:
+        """Make a plan from the faster of the rounds that were timed; the times are known by now, or soon."""
         if self._rates is None:
-            self._rates = self.store.rates(slot.payload.device)
-        record = Record(tuple(measured.sizes), tuple(measured.events), tuple(mover.times(measured.marks)))
+            self._rates = self.store.rates(device)
+        records = [
+            Record(tuple(timed.sizes), tuple(timed.events), tuple(self._mover.times(timed.marks)))
+            for timed in self._measured
+        ]
+        self._measured = []
+        record = min(records, key=lambda record: record.times[-1])
         self.plan = plan_in_time(record, *(_LINK_SHARE * rate for rate in self._rates))
 
     def _goes(self, number: int) -> bool:
@@ -269,13 +272,16 @@ class Engine:
             upcoming = round_.order[round_.next]
             reference = round_.slots.get(upcoming)
             slot = reference() if reference is not None else None
-            if slot is not None and slot.payload is None and upcoming not in round_.coming and upcoming not in round_.used:
+            if (
+                slot is not None
+                and slot.payload is None
+                and upcoming not in round_.coming
+                and upcoming not in round_.used
+            ):
                 if upcoming in timed:
                     if timed[upcoming] > tick:
                         return
-                elif not self._prefetch or (
-                    round_.coming_bytes and round_.coming_bytes + slot.nbytes > self._prefetch
-                ):
+                elif not self._prefetch or (round_.coming_bytes and round_.coming_bytes + slot.nbytes > self._prefetch):
                     return
                 self._ask(slot)
             elif upcoming >= len(round_.sizes):
@@ -335,7 +341,7 @@ class Engine:
                 self._record = record
                 self.plan = plan_for_budget(record, int(self._limit()))
             elif self.plan is None:
-                self._measured = round_, self._mover
+                self._measured.append(round_)
             elif self.plan.count != len(record.sizes) or abs(record.total / self.plan.total - 1) > _ALIKE:
                 self.plan = None  # another kind of step: measure the next
         if not self._open:

@@ -65,6 +65,14 @@ class CpuMover(Mover):
         return [mark - marks[0] for mark in marks]
 
 
+def _event(*, timing: bool = False) -> Any:
+    return torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _new_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class _EventWait(Wait):
     def __init__(self, start: Any, end: Any) -> None:
         self._start, self._end = start, end
@@ -85,7 +93,7 @@ class CudaTicket(Ticket):
 
     def join(self) -> Wait | None:
         stream = torch.cuda.current_stream(self._stream.device)
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = _event(timing=True), _event(timing=True)
         start.record(stream)
         stream.wait_event(self.event)
         end.record(stream)
@@ -102,12 +110,11 @@ class CudaMover(Mover):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._out: Any = torch.cuda.Stream(device)
-        self._back: Any = torch.cuda.Stream(device)
+        self._out, self._back = _new_stream(device), _new_stream(device)
 
     def _follow(self, side: Any) -> None:
         """Let ``side`` come after what was asked for so far."""
-        ready = torch.cuda.Event()
+        ready = _event()
         ready.record(torch.cuda.current_stream(self.device))
         side.wait_event(ready)
 
@@ -122,14 +129,14 @@ class CudaMover(Mover):
         return self._copy(source, target, self._back)
 
     def _copy(self, source: Tensor, target: Tensor, stream: Any) -> Ticket:
-        done = torch.cuda.Event()
+        done = _event()
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             done.record(stream)
         return CudaTicket(done, stream)
 
     def mark(self) -> Any:
-        event = torch.cuda.Event(enable_timing=True)
+        event = _event(timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 

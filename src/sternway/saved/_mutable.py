@@ -34,14 +34,14 @@ class Mutable(Policy):
     def __enter__(self) -> Report:
         report = super().__enter__()
         mode = _BeforeWrites(self._before_write)
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]
         self._modes.append(mode)
         return report
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._modes.pop().__exit__(kind, error, trace)
+        self._modes.pop().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         super().__exit__(kind, error, trace)
 
     def look_after(self, slot: Slot, tensor: Tensor) -> None:
@@ -63,9 +63,9 @@ class Mutable(Policy):
             slot.own()
 
 
-class _BeforeWrites(TorchDispatchMode):
+class _BeforeWrites(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     def __init__(self, before: Callable[[Tensor], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._before = before
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -77,8 +77,8 @@ def offload(
     Args:
         to: the host's memory, "cpu", or "disk".
         budget: how much may stay on the device: bytes, text such as "4GiB", a fraction of what a step saves, or
-            "auto": as little as costs no time, found by timing the first step, in which nothing is moved. For "auto"
-            steps must be alike.
+            "auto": as little as costs no time, found by timing the first two steps, in which nothing is moved. For
+            "auto" steps must be alike.
         prefetch: how many bytes may be on their way back before they are asked for; 0 for none.
         min_bytes: smaller storages stay.
         where: patterns for the names of the modules whose tensors are moved; all, unless given.

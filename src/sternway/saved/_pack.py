@@ -13,13 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from sternway.errors import SavedError
-from sternway.saved import _modules
 from sternway.saved._codecs import Codec
 from sternway.saved._compress import Compress
 from sternway.saved._mutable import Mutable
 from sternway.saved._offload import Offload
-from sternway.saved._policy import Hooks, Keep, Policy, stack
-from sternway.saved._report import Line, Report
+from sternway.saved._policy import Block, Hooks, Keep, active
+from sternway.saved._report import Line
 from sternway.saved._slot import Slot, Slots, View, compact, slot_key
 
 
@@ -49,7 +48,7 @@ class Packed:
                 f"{self._version}",
                 fix="change a copy, or run the forward and the change under saved.mutable()",
             )
-        return self._hooks.unpack_hook(value) if self._hooks is not None else value  # type: ignore[no-any-return]
+        return self._hooks.unpack_hook(value) if self._hooks is not None else value
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +65,7 @@ class Packed:
 
 def pack(tensor: Tensor) -> Packed:
     """The pack hook."""
-    return pack_under(stack(), tensor)
+    return pack_under(active(), tensor)
 
 
 def unpack(packed: Packed) -> Tensor:
@@ -74,23 +73,24 @@ def unpack(packed: Packed) -> Tensor:
     return packed.unpack()
 
 
-def pack_under(policies: list[tuple[Policy, Report]], tensor: Tensor) -> Packed:
-    """Pack a tensor under these policies, outermost first."""
+def pack_under(block: Block, tensor: Tensor) -> Packed:
+    """Pack a tensor under a block's policies."""
+    policies = block.policies
     if not policies:  # left by a block that is over, in a region that torch runs late
         return Packed(tensor.detach(), None, None, None)
-    hooks = next((policy for policy, _ in reversed(policies) if isinstance(policy, Hooks)), None)
+    hooks = next((policy for policy in reversed(policies) if isinstance(policy, Hooks)), None)
     if hooks is not None:
         value = hooks.pack_hook(tensor)
         if not isinstance(value, Tensor):
             return Packed(value, None, None, hooks)
         tensor = value
-    name = _modules.current()
-    line = policies[-1][1].line(name)
+    name = block.names.current()
+    line = block.report.line(name)
     if (reason := _unfit(tensor)) is not None:
         line.skip(reason, _size(tensor))
         return Packed(tensor.detach(), None, None, hooks)
-    mutables = [policy for policy, _ in policies if isinstance(policy, Mutable)]
-    offload, compress, reason = _choose(policies, tensor, name)
+    mutables = [policy for policy in policies if isinstance(policy, Mutable)]
+    offload, compress, reason = _choose(block, tensor, name)
     codec = compress.codec_for(tensor) if compress is not None else None
     lossless = compress is not None and compress.lossless
     if lossless and offload is None and compress is not None:
@@ -131,18 +131,17 @@ def _slot_of(
     return slot, view
 
 
-def _choose(
-    policies: list[tuple[Policy, Report]], tensor: Tensor, name: str
-) -> tuple[Offload | None, Compress | None, str]:
+def _choose(block: Block, tensor: Tensor, name: str) -> tuple[Offload | None, Compress | None, str]:
     """Who moves the tensor, who encodes it, and, if nobody does either, why."""
-    if any(isinstance(policy, Keep) and name in policy.where for policy, _ in policies):
+    policies = block.policies
+    if any(isinstance(policy, Keep) and name in policy.where for policy in policies):
         return None, None, "kept"
-    if _modules.is_owned(tensor):
+    if block.names.owns(tensor):
         return None, None, "parameter"
     offload: Offload | None = None
     compress: Compress | None = None
     reason = "not asked"
-    for policy, _ in reversed(policies):
+    for policy in reversed(policies):
         if not isinstance(policy, Offload | Compress):
             continue
         if name not in policy.where:

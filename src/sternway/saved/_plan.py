@@ -11,7 +11,7 @@ each candidate budget can be played through:
 
     device   pack ────────┐ released               asked for ┌──────── use
     out          [ copy ]─┘ in order of packing
-    back                                     in time for use [ copy ]     as late as possible, so that room is taken late
+    back                                     in time for use [ copy ]   as late as may be
 
 The budget with the lowest peak is taken, among those under which nobody waits longer than a small share of the step.
 """

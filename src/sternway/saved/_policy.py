@@ -10,22 +10,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sternway.errors import SavedError
-from sternway.saved import _modules
+from sternway.saved._modules import Names, Where
 from sternway.saved._report import Report
 from sternway.saved._sizes import parse_bytes
 
-Self = TypeVar("Self", bound="Policy")
+
+class Block:
+    """This thread's policies, outermost first, and what the outermost one's block knows."""
+
+    def __init__(self, policies: Iterable[Policy] = ()) -> None:
+        self.policies = list(policies)
+        self.report = Report()
+        self.names = Names(policy.model for policy in self.policies if policy.model is not None)
 
 
 class _Active(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[Policy, Report]] = []
+        self.block = Block()
 
 
 _active = _Active()
@@ -40,32 +47,31 @@ class Policy:
     def __init__(
         self, where: str | Iterable[str] | None = None, min_bytes: int | str = 0, model: nn.Module | None = None
     ) -> None:
-        self.where = _modules.Where(where)
+        self.where = Where(where)
         self.min_bytes = parse_bytes(min_bytes, "min_bytes")
         self.model = model
 
     def __enter__(self) -> Report:
-        stack = _active.stack
-        report = stack[-1][1] if stack else Report()
         push_hooks()
         try:
             self._opened()
         except BaseException:
             torch._C._autograd._pop_saved_tensors_default_hooks()
             raise
-        _modules.watch(self.model)
-        stack.append((self, report))
-        return report
+        if not _active.block.policies:
+            _active.block = Block()
+        block = _active.block
+        block.policies.append(self)
+        if self.model is not None:
+            block.names.know(self.model)
+        return block.report
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        _modules.unwatch(self.model)
-        for place in range(len(_active.stack) - 1, -1, -1):
-            if _active.stack[place][0] is self:
-                del _active.stack[place]
-                break
+        policies = _active.block.policies
+        del policies[len(policies) - 1 - policies[::-1].index(self)]
         self._closed(kind is not None)
 
     def _opened(self) -> None:
@@ -81,7 +87,7 @@ class Policy:
         """
         from sternway.saved._pack import pack_under
 
-        return pack_under([(self, Report())], tensor.detach())
+        return pack_under(Block([self]), tensor.detach())
 
 
 def push_hooks() -> None:
@@ -94,9 +100,9 @@ def push_hooks() -> None:
         raise SavedError(str(error)) from None
 
 
-def stack() -> list[tuple[Policy, Report]]:
-    """This thread's policies, outermost first, each with the report of its block."""
-    return _active.stack
+def active() -> Block:
+    """What is active in this thread."""
+    return _active.block
 
 
 class Hooks(Policy):

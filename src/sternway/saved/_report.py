@@ -155,12 +155,8 @@ class Report:
         skipped: Counter[str] = Counter()
         for row in rows:
             skipped.update(row.skipped)
-        return ModuleRow(
-            "total",
-            *(sum(getattr(row, name) for row in rows) for name in _COUNTS[:5]),
-            dict(skipped),
-            *(sum(getattr(row, name) for row in rows) for name in _COUNTS[5:]),
-        )
+        sums = {name: sum(getattr(row, name) for row in rows) for name in _COUNTS}
+        return ModuleRow(module="total", skipped=dict(skipped), **sums)
 
     @property
     def packed_bytes(self) -> int:

@@ -40,7 +40,7 @@ class View(NamedTuple):
     def on(self, flat: Tensor) -> Tensor:
         """The tensor, on the storage of ``flat``."""
         tensor = torch.empty(0, dtype=self.dtype, device=flat.device)
-        tensor.set_(flat.untyped_storage(), self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        tensor.set_(flat.untyped_storage(), self.offset, self.size, self.stride)
         if self.conjugated:
             tensor = torch._conj(tensor)
         return torch._neg_view(tensor) if self.negated else tensor
@@ -70,7 +70,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
     """The whole storage of ``tensor``, as bytes."""
     storage = tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return flat.set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
+    return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class Slot:
@@ -113,7 +113,7 @@ class Slot:
         self._alias: Tensor | None = None
         self._version = 0
         # A weak reference keeps the storage's address from being given to another one, so that the address names it.
-        self._source = StorageWeakRef(tensor.untyped_storage())
+        self._source = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         flat = flat_bytes(tensor)
         self.payload: Tensor | None
         """The bytes on the device; None while they are away."""

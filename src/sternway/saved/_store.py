@@ -126,13 +126,12 @@ class HostStore(Store):
         there = torch.empty(size, dtype=torch.uint8, device=device)
         here = torch.empty(size, dtype=torch.uint8, pin_memory=mover.pinned)
         found = []
-        for copy in (lambda: mover.out(there, here, None), lambda: mover.back(here, there)):
-            copy().join()
-            marks = [mover.mark()]
-            for _ in range(3):
-                copy().join()
-            marks.append(mover.mark())
-            found.append(3 * size / max(mover.times(marks)[1], 1e-9))
+        for outward in (True, False):
+            marks = []
+            for _ in range(4):
+                (mover.out(there, here, None) if outward else mover.back(here, there)).join()
+                marks.append(mover.mark())
+            found.append(3 * size / max(mover.times(marks)[-1], 1e-9))
         return found[0], found[1]
 
     def idle(self, forget: bool) -> None:
