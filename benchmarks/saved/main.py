@@ -7,8 +7,8 @@ beside torch's ``save_on_cpu(pin_memory=True)`` and ours. On the CPU: 4 GPT bloc
 move to; the codecs' bytes, errors and times; and the demo's GPT trained for 300 steps with and without int8.
 
 A step is a forward and a backward, gradients accumulating. Times are medians over the rounds, after steps that warm
-up; on the CPU each round times a step that keeps too, and ratios are medians of the rounds' own. *Peak* is the most that
-was allocated during a step above what was allocated before it.
+up; on the CPU each round times a step that keeps too, and ratios are medians of the rounds' own. *Peak* is the most
+that was allocated during a step above what was allocated before it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def moving(
     budget: float | str = 0, prefetch: int = LARGE, window: int = LARGE, store: Store | None = None, **options: Any
 ) -> Offload:
     """An offload policy whose engine moves CPU tensors too, through the host's pool: the code that runs on a GPU."""
-    return Offload(Engine(store or HostStore(LARGE), budget, prefetch, window), anywhere=True, **options)
+    return Offload(Engine(store or HostStore(LARGE, pinned=False), budget, prefetch, window), anywhere=True, **options)
 
 
 def grads_of(model: nn.Module, x: Tensor, *policies: AbstractContextManager[Any]) -> list[Tensor | None]:

@@ -18,49 +18,16 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from sternway.saved._plan import PACK, USE, Event, Plan, Record, plan_for_budget, plan_in_time
+from sternway.saved._plan import PACK, USE, Event, Plan
+from sternway.saved._planner import Planner
 from sternway.saved._report import Line
+from sternway.saved._round import Gone, Round
 from sternway.saved._slot import Slot
 from sternway.saved._store import Arrival, Away, Store
-
-_LINK_SHARE = 0.93  # of the link's speed as measured alone, that "auto" counts on
-_MEASURED = 2  # steps that "auto" times before it plans: the first one warms up
-_ALIKE = 0.25  # a step's bytes may differ by this share from the planned step's
-
-
-class _Gone(NamedTuple):
-    """What a slot leaves behind."""
-
-    number: int
-    size: int
-    away: Away | None
-    payload: Tensor | None
-    line: Line
-
-
-class _Round:
-    """One step, as it goes."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.events: list[Event] = []
-        self.marks: list[Any] = []
-        self.here: dict[int, weakref.ref[Slot]] = {}  # on the device and not sent, oldest first
-        self.here_bytes = 0
-        self.flights: dict[int, weakref.ref[Slot]] = {}  # sent, still on the device, oldest first
-        self.flight_bytes = 0
-        self.coming: dict[int, Arrival] = {}
-        self.coming_bytes = 0
-        self.slots: dict[int, weakref.ref[Slot]] = {}
-        self.used: set[int] = set()
-        self.order: list[int] = []  # of use, expected
-        self.place: dict[int, int] = {}  # in that order
-        self.next = 0  # place in the order of what is asked back next
 
 
 class Engine:
@@ -68,20 +35,21 @@ class Engine:
 
     def __init__(self, store: Store, budget: int | float | str, prefetch: int, window: int) -> None:
         self.store = store
-        self.plan: Plan | None = None
         self.rounds = 0
-        self._budget, self._prefetch, self._window = budget, prefetch, window
-        self._auto = budget == "auto"
-        self._record: Record | None = None
-        self._measured: list[_Round] = []
-        self._rates: tuple[float, float] | None = None
-        self._round = _Round()
+        self._planner = Planner(budget)
+        self._prefetch, self._window = prefetch, window
+        self._round = Round()
         self._mover: Any = None
         self._alive = 0
         self._lock = threading.Lock()
-        self._notes: deque[_Gone] = deque()
+        self._notes: deque[Gone] = deque()
         self._open = 0
         self._forget = False
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is done in a step like the last one, once a step has been seen."""
+        return self._planner.plan
 
     @contextmanager
     def _working(self) -> Iterator[None]:
@@ -109,9 +77,9 @@ class Engine:
             slot.engine = self
             self._note((PACK, number))
             try:
-                if self._goes(number):
+                if self._planner.goes(number):
                     self._send(slot)
-                budget = self._limit()
+                budget = self._planner.limit
                 while round_.here_bytes > budget and (oldest := self._oldest()) is not None and self._send(oldest):
                     pass
             finally:
@@ -121,34 +89,8 @@ class Engine:
         assert slot.payload is not None  # new
         if self._mover is None:
             self._mover = self.store.mover(slot.payload.device)
-        if len(self._measured) >= _MEASURED:
-            self._learn(slot.payload.device)
-        self._round = _Round()
-
-    def _learn(self, device: torch.device) -> None:
-        """Make a plan from the faster of the rounds that were timed; the times are known by now, or soon."""
-        if self._rates is None:
-            self._rates = self.store.rates(device)
-        records = [
-            Record(tuple(timed.sizes), tuple(timed.events), tuple(self._mover.times(timed.marks)))
-            for timed in self._measured
-        ]
-        self._measured = []
-        record = min(records, key=lambda record: record.times[-1])
-        self.plan = plan_in_time(record, *(_LINK_SHARE * rate for rate in self._rates))
-
-    def _goes(self, number: int) -> bool:
-        if self.plan is not None and number < self.plan.count:
-            return number in self.plan.moves
-        return not self._auto and self._limit() == 0
-
-    def _limit(self) -> float:
-        """Bytes that may stay on the device."""
-        if self._auto:
-            return float("inf")
-        if isinstance(self._budget, float):
-            return self._budget * self._record.total if self._record is not None else 0
-        return self._budget  # type: ignore[return-value]  # "auto" was above
+        self._planner.begin(self.store, slot.payload.device)
+        self._round = Round()
 
     def _oldest(self) -> Slot | None:
         for reference in self._round.here.values():
@@ -291,14 +233,14 @@ class Engine:
     def _note(self, event: Event) -> None:
         round_ = self._round
         round_.events.append(event)
-        if self._auto and self.plan is None:
+        if self._planner.timing:
             round_.marks.append(self._mover.mark())
 
     # The end of slots, rounds and blocks
 
     def dropped(self, number: int, size: int, away: Away | None, payload: Tensor | None, line: Line) -> None:
         """A slot is gone. Called by its finalizer, at any moment: nothing but a note if somebody is at work."""
-        self._notes.append(_Gone(number, size, away, payload, line))
+        self._notes.append(Gone(number, size, away, payload, line))
         self._sweep()
 
     def _sweep(self) -> None:
@@ -336,14 +278,7 @@ class Engine:
         round_ = self._round
         self.rounds += 1
         if round_.used:
-            record = Record(tuple(round_.sizes), tuple(round_.events))
-            if not self._auto:
-                self._record = record
-                self.plan = plan_for_budget(record, int(self._limit()))
-            elif self.plan is None:
-                self._measured.append(round_)
-            elif self.plan.count != len(record.sizes) or abs(record.total / self.plan.total - 1) > _ALIKE:
-                self.plan = None  # another kind of step: measure the next
+            self._planner.end(round_, self._mover)
         if not self._open:
             self.store.idle(self._forget)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from sternway.errors import SavedError
@@ -64,8 +65,9 @@ def offload(
     buffers, their views and other leaves are never moved.
 
     Example:
+        >>> import tempfile
         >>> from sternway import saved
-        >>> policy = saved.offload(to="disk", directory=".", min_bytes=0)    # once
+        >>> policy = saved.offload(to="disk", directory=tempfile.gettempdir(), min_bytes=0)    # once
         >>> layer = torch.nn.Linear(8, 8)
         >>> for step in range(3):
         ...     with policy as report:
@@ -105,7 +107,7 @@ def offload(
     elif to == "cpu":
         if directory is not None:
             raise SavedError('a directory is for to="disk"', got=f'to="cpu" and directory={str(directory)!r}')
-        store = HostStore(limit)
+        store = HostStore(limit, pinned=torch.cuda.is_available())
     else:
         raise SavedError("tensors go to the cpu or to disk", got=repr(to), fix='pass "cpu" or "disk"')
     engine = Engine(store, _budget(budget), parse_bytes(prefetch, "prefetch"), window)
@@ -120,3 +122,9 @@ def _budget(budget: int | float | str) -> int | float | str:
             raise SavedError("a budget that is a fraction is between 0 and 1", got=repr(budget), fix="pass one")
         return budget
     return parse_bytes(budget, "budget")
+
+
+def to_host(pinned: bool) -> Offload:
+    """Everything to the host's memory, page-locked or not: what ``save_on_cpu`` asks for."""
+    store = HostStore(half_of_memory(), pinned=pinned)
+    return Offload(Engine(store, 0, parse_bytes("1GiB", "prefetch"), parse_bytes("1GiB", "buffer")))

@@ -126,8 +126,8 @@ class Report:
         >>> layer = torch.nn.Linear(64, 64)
         >>> with saved.compress("int8", min_bytes=0) as report:
         ...     y = layer(torch.randn(32, 64)).relu().sum()
-        >>> report.total.skipped
-        {'parameter': 16384}
+        >>> report.packed_bytes
+        16384
         >>> round(report.total.ratio, 1)
         3.9
     """

@@ -108,9 +108,9 @@ class HostStore(Store):
 
     name = "cpu"
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, pinned: bool) -> None:
         super().__init__()
-        self.pool = Pool(limit, pinned=torch.cuda.is_available())
+        self.pool = Pool(limit, pinned)
 
     def send(self, flat: Tensor, itemsize: int, lossless: bool) -> Away | None:
         buffer = self.pool.take(len(flat))

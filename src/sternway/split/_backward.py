@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sternway.errors import SplitError
-from sternway.split._pending import Catch, Pending
+from sternway.split._part import Catch
+from sternway.split._pending import Pending
 from sternway.split._plan import Cut, make_plan
 from sternway.split._target import Edge, Node
 from sternway.split._tree import leaves, pair_leaves, replace_leaves
@@ -80,7 +81,7 @@ def _catching(cuts: list[Cut]) -> Iterator[list[Catch]]:
     handles = []
     try:
         for catch in catches:
-            if catch.cut.checkpointed:
+            if catch.cut.checkpointed or (catch.cut.packed and catch.cut.runs_in_i):
                 handles.append(catch.cut.node.register_prehook(catch.read_and_keep))
             else:
                 catch.read()

@@ -7,12 +7,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from sternway.saved import Packed
+
 
 class Later:
     """One operand's gradient, to be computed in W as ``compute(grad, *kept)``.
 
     ``grad`` is the gradient of the node's output, caught in I. ``kept`` is what W needs beside it: hand tensors over
-    here rather than closing over them, so that ``Pending.nbytes`` counts them and the autograd graph is let go.
+    here rather than closing over them, so that ``Pending.nbytes`` counts them and the autograd graph is let go. What
+    ``sternway.saved`` packed stays packed until W.
 
     Example:
         >>> later = Later(lambda grad, x: x.t() @ grad, torch.ones(3, 2))
@@ -22,11 +25,27 @@ class Later:
 
     __slots__ = ("_compute", "_versions", "kept")
 
-    def __init__(self, compute: Callable[..., Tensor], *kept: Tensor) -> None:
+    def __init__(self, compute: Callable[..., Tensor], *kept: Tensor | Packed) -> None:
         self._compute = compute
+        self._keep(*kept)
+
+    def _keep(self, *kept: Tensor | Packed) -> None:
         # A saved tensor comes back with its history; holding that would hold the graph.
-        self.kept = tuple([tensor.detach() for tensor in kept])
-        self._versions = [tensor._version for tensor in self.kept]
+        self.kept = tuple([t.detach() if isinstance(t, Tensor) else t for t in kept])
+        self._versions = [t._version if isinstance(t, Tensor) else 0 for t in self.kept]
+
+    def unpack(self) -> None:
+        """Bring back what is packed."""
+        if any(isinstance(kept, Packed) for kept in self.kept):
+            self._keep(*(kept.unpack() if isinstance(kept, Packed) else kept for kept in self.kept))
+
+    def pack(self, pack: Callable[[Tensor], Packed]) -> None:
+        """Let a policy have what is kept."""
+        self._keep(*(pack(kept) if isinstance(kept, Tensor) else kept for kept in self.kept))
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept, as far as it is on the device."""
+        return [t for kept in self.kept for t in ([kept] if isinstance(kept, Tensor) else kept.tensors())]
 
     def gradient(self, grad: Tensor, transposed: bool = False) -> Tensor:
         """The operand's gradient, its last two dimensions swapped if ``transposed``."""
@@ -35,7 +54,7 @@ class Later:
 
     def was_changed(self) -> bool:
         """Whether what was kept has been changed in place since."""
-        return self._versions != [tensor._version for tensor in self.kept]
+        return self._versions != [t._version if isinstance(t, Tensor) else 0 for t in self.kept]
 
 
 class Product(Later):
@@ -52,22 +71,20 @@ class Product(Later):
 
     __slots__ = ("_of_right", "_scale")
 
-    def __init__(self, *, left: Tensor | None = None, right: Tensor | None = None, scale: complex = 1) -> None:
+    def __init__(
+        self, *, left: Tensor | Packed | None = None, right: Tensor | Packed | None = None, scale: complex = 1
+    ) -> None:
         self._of_right = right is None
         self._scale = scale
         known = left if right is None else right
         if known is None or (left is not None and right is not None):
             raise TypeError("Product takes one side of the product, left or right")
-        self.kept = (known.detach(),)
-        self._versions = [known._version]
+        self._keep(known)
 
     def gradient(self, grad: Tensor, transposed: bool = False) -> Tensor:
         left, right = self._factors(grad, transposed)
         value = left @ right
         return value if self._scale == 1 else value.mul_(self._scale)
-
-    def was_changed(self) -> bool:
-        return self._versions[0] != self.kept[0]._version
 
     def add_to(self, total: Tensor, grad: Tensor, transposed: bool) -> bool:
         """Add the gradient to ``total`` in place; False, and nothing done, if the types or dimensions do not allow it.
@@ -84,7 +101,9 @@ class Product(Later):
         return True
 
     def _factors(self, grad: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-        known = self.kept[0].conj()  # for real numbers, the tensor itself
+        known = self.kept[0]
+        assert isinstance(known, Tensor)  # unpacked by now
+        known = known.conj()  # for real numbers, the tensor itself
         if self._of_right:  # d right = leftᴴ grad
             return (grad.mT, known) if transposed else (known.mT, grad)
         return (known, grad.mT) if transposed else (grad, known.mT)  # d left = grad rightᴴ

@@ -20,66 +20,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway.errors import PendingError
-from sternway.split._later import Later, Product, storage_bytes
-from sternway.split._plan import Cut
-from sternway.split._saved import read_again
-from sternway.split._target import Edge, Node, leaves_behind
-
-
-class Catch:
-    """What I caught at one cut."""
-
-    __slots__ = ("cut", "grads", "laters")
-
-    def __init__(self, cut: Cut) -> None:
-        self.cut = cut
-        self.grads: list[tuple[Tensor | None, ...]] = []  # of the node's output, once it has arrived
-        self.laters: list[Later] = []  # by wait, once read
-
-    def read(self) -> None:
-        """Read off the node what W needs."""
-        node = self.cut.node
-        self.laters = [wait.operand.function(node) for wait in self.cut.waits]
-
-    def read_and_keep(self, grads: tuple[Tensor | None, ...]) -> None:
-        """The same for a node under a checkpoint, where it must happen as the node is about to run."""
-        read_again(self.cut.node, times=len(self.cut.waits))
-        self.read()
-        self.grads.append(grads)
-
-
-class Part:
-    """One contribution to a parameter: ``later`` of ``grad``, or ``grad`` itself."""
-
-    __slots__ = ("edge", "grad", "later", "transposed", "version")
-
-    def __init__(self, grad: Tensor, later: Later | None, edge: Edge, transposed: bool) -> None:
-        self.grad, self.later = grad, later
-        self.edge = edge  # where the contribution goes
-        self.transposed = transposed  # the parameter is the transpose of what the contribution is to
-        self.version = grad._version
-
-    def check(self) -> None:
-        """Raise if what W needs was changed since I, as autograd does for what it saves."""
-        if self.grad._version != self.version or (self.later is not None and self.later.was_changed()):
-            raise PendingError(
-                "what I leaves for W stays as it is",
-                got=f"a tensor of shape {tuple(self.grad.shape)}, or what it is multiplied with, changed in place",
-                fix="change a copy, or run W first",
-            )
-
-    def value(self, transposed: bool = False) -> Tensor:
-        return self.grad if self.later is None else self.later.gradient(self.grad, transposed)
-
-    def compute_if_from(self, storages: set[int]) -> None:
-        """Compute the value now, if it is made from one of these storages."""
-        if self.later is not None and any(kept.data_ptr() in storages for kept in self.later.kept):
-            self.check()
-            self.grad, self.later = _reduced(self), None
-            self.version = self.grad._version
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.grad, *(self.later.kept if self.later is not None else ()))
+from sternway.saved import Policy
+from sternway.split._later import Product, storage_bytes
+from sternway.split._part import Catch, Part, reduced
+from sternway.split._target import Node, leaves_behind
 
 
 @dataclass(slots=True)
@@ -136,9 +80,27 @@ class Pending:
     @property
     def nbytes(self) -> int:
         """Bytes held until ``run()``, each storage once, the parameters' own not counted."""
-        parts = [*chain(*self._direct.values()), *chain(*(group.parts for group in self._groups))]
-        tensors = [tensor for part in parts for tensor in part.tensors()]
+        tensors = [tensor for part in self._parts() for tensor in part.tensors()]
         return storage_bytes(tensors, [*self.deferred, *self.ready])
+
+    def _parts(self) -> list[Part]:
+        return [*chain(*self._direct.values()), *chain(*(group.parts for group in self._groups))]
+
+    def pack(self, policy: Policy) -> None:
+        """Let a policy of ``sternway.saved`` have what waits, until ``run()``: moved away, or in fewer bytes.
+
+        Example:
+            >>> from sternway import saved, split
+            >>> layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
+            >>> grad, pending = split.backward_input(layer(x).sum(), None, x)
+            >>> before = pending.nbytes
+            >>> pending.pack(saved.compress("bf16"))
+            >>> pending.nbytes < before
+            True
+            >>> pending.run()
+        """
+        for part in self._parts():
+            part.pack(policy)
 
     def run(self) -> None:
         """Compute the gradients that wait, add them to ``.grad``, and run the parameters' hooks.
@@ -213,7 +175,7 @@ def _accumulate(parameter: Tensor, parts: list[Part], sums: dict[int, tuple[Tens
     """Add the parts to ``parameter.grad``; a plain sum is left in ``sums``, to be done with others in one call."""
     while parts:
         part = parts.pop()
-        part.check()
+        part.ready()
         later, total = part.later, parameter.grad
         transposed = part.transposed and parameter.ndim > 1  # .t() of a vector is the vector
         if total is not None and isinstance(later, Product) and later.add_to(total, part.grad, transposed):
@@ -252,9 +214,9 @@ def _hand_to_engine(group: _Group, anomaly: bool) -> None:
     edges, values = [], []
     while group.parts:
         part = group.parts.pop(0)
-        part.check()
+        part.ready()
         edges.append(GradientEdge(*part.edge))
-        values.append(_reduced(part))
+        values.append(reduced(part))
     if anomaly and any(value.isnan().any() for value in values):
         shapes = ", ".join(str(tuple(leaf.variable.shape)) for leaf in group.leaves)
         raise PendingError(
@@ -263,13 +225,6 @@ def _hand_to_engine(group: _Group, anomaly: bool) -> None:
             fix="look for the operation in the forward whose output feeds this parameter's matrix product",
         )
     torch.autograd.backward(edges, values)
-
-
-def _reduced(part: Part) -> Tensor:
-    """The part's value, summed over whatever dimensions its operand was broadcast in."""
-    node, index = part.edge
-    value, shape = part.value(), tuple(node._input_metadata[index].shape)
-    return value if tuple(value.shape) == shape else value.sum_to_size(shape)
 
 
 class _Notify(torch.autograd.Function):
