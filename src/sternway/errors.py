@@ -4,6 +4,7 @@
     ├── SplitError           a backward that cannot be split as asked
     │   └── PendingError     a Pending used out of turn: run twice, or after a failed run
     ├── ScheduleError        a pipeline plan that is malformed, impossible or unknown
+    ├── SavedError           a saved tensor that cannot be kept, moved or brought back as asked
     ├── HookError            a hook on a place where no gradient can arrive, or a handle misused
     ├── GraphError           a question that a captured graph cannot answer, or a graph that cannot be captured
     │   └── BackwardError    a backward that failed, explained: what broke it, where, and the usual fix
@@ -45,6 +46,10 @@ class PendingError(SplitError):
 
 class ScheduleError(SternwayError):
     """A pipeline plan that is malformed, impossible or unknown."""
+
+
+class SavedError(SternwayError, RuntimeError):
+    """A saved tensor that cannot be kept, moved or brought back as asked; a ``RuntimeError``, as torch's own are."""
 
 
 class HookError(SternwayError):

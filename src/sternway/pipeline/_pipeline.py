@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class Pipeline:
         mesh: a DeviceMesh with a "dp" dimension (copies of the pipeline) and a "pp" dimension (its ranks).
         chunk: how inputs and targets are cut: ``Chunk(dim)``, ``Ready()`` or ``Whole()``.
         dynamic: stages' outputs may change shape from step to step though the batch does not.
+        saved: a policy of ``sternway.saved`` for what the stages save in F, or a function that makes one for a stage's
+            index; W of a split backward finds it still packed.
 
     Raises:
         PipelineError: on every rank, if the parts do not fit together.
@@ -71,6 +74,7 @@ class Pipeline:
         mesh: Any = None,
         chunk: ChunkSpec = Chunk(0),  # noqa: B008 - frozen, so safely shared
         dynamic: bool = False,
+        saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None = None,
     ) -> None:
         self.chunk = chunk
         self.transport = transport or _transport_of(mesh, dynamic)
@@ -94,7 +98,13 @@ class Pipeline:
         check_alike(facts, self.schedule)
         last = self.schedule.num_stages - 1
         self.stages = {
-            index: Stage(index, module, is_last=index == last, loss=loss if index == last else None)
+            index: Stage(
+                index,
+                module,
+                is_last=index == last,
+                loss=loss if index == last else None,
+                saved=saved if saved is None or isinstance(saved, AbstractContextManager) else saved(index),
+            )
             for index, module in sorted(self._built.modules.items())
         }
         self.ranks_here = self.transport.mine or tuple(range(ranks))

@@ -7,6 +7,7 @@ A stage knows nothing of ranks and transport. It is handed what arrived and hand
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,8 +56,17 @@ class _Graph:
 class Stage:
     """F, I, W and B of one stage, one microbatch at a time."""
 
-    def __init__(self, index: int, module: nn.Module, *, is_last: bool, loss: Loss | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        *,
+        is_last: bool,
+        loss: Loss | None,
+        saved: AbstractContextManager[Any] | None = None,
+    ) -> None:
         self.index, self.module, self.is_last, self.loss_function = index, module, is_last, loss
+        self._saved = saved or nullcontext()
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self._graphs: dict[int, _Graph] = {}
@@ -66,6 +76,12 @@ class Stage:
         self, number: int, microbatch: Microbatch, received: dict[str, Payload], keep_output: bool
     ) -> dict[str, Payload]:
         """F: call the module with what arrived, or with the microbatch; what to send, by channel."""
+        with self._saved:
+            return self._forward(number, microbatch, received, keep_output)
+
+    def _forward(
+        self, number: int, microbatch: Microbatch, received: dict[str, Payload], keep_output: bool
+    ) -> dict[str, Payload]:
         training = torch.is_grad_enabled()
         inputs = {name: as_inputs(*payload) if training else payload[1] for name, payload in received.items()}
         trees = {name: unpack(payload[0], inputs[name]) for name, payload in received.items()}

@@ -1,12 +1,14 @@
 """W without the engine: parts straight into the ``.grad`` of parameters that nobody watches.
 
 Matrix products are written down first and done after: between two of them Python then has a single call to make, and
-while it sorts and checks, its own code stays in the processor's cache.
+while it sorts and checks, its own code stays in the processor's cache. What a policy has packed is brought back one by
+one, as its turn comes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,30 +33,36 @@ class Work:
     """Additions to ``.grad``: ``add`` writes products down, ``do`` does them, last first; others are done at once."""
 
     def __init__(self) -> None:
-        self._products: list[Callable[[], object]] = []
+        self._steps: list[Callable[[], object]] = []
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # plain sums, all done in one call
 
     def add(self, parameter: Tensor, parts: list[Part]) -> None:
         for part in parts:
+            if part.is_packed:
+                self._steps.append(partial(self._unpack_and_add, parameter, part))
+                continue
             part.check()
-            later, total = part.later, parameter.grad
-            product = (
-                later.adding(total, part.grad, part.transposed)
-                if total is not None and isinstance(later, Product)
-                else None
-            )
+            product = _product(parameter, part)
             if product is not None:
-                self._products.append(product)
+                self._steps.append(product)
             else:
                 self._add_now(parameter, part)
 
     def do(self) -> None:
-        products = self._products
-        while products:
-            products.pop()()
+        steps = self._steps
+        while steps:
+            steps.pop()()
         if self._sums:
             totals, values = zip(*self._sums.values(), strict=True)
             torch._foreach_add_(totals, values)
+
+    def _unpack_and_add(self, parameter: Tensor, part: Part) -> None:
+        part.ready()
+        product = _product(parameter, part)
+        if product is not None:
+            product()
+        else:
+            self._add_now(parameter, part)
 
     def _add_now(self, parameter: Tensor, part: Part) -> None:
         value, total, shape = part.value(part.transposed and parameter.ndim > 1), parameter.grad, parameter.shape
@@ -68,6 +76,14 @@ class Work:
             self._sums[id(total)] = (total, value)
         else:  # one call must not write twice to one place
             total.add_(value)
+
+
+def _product(parameter: Tensor, part: Part) -> Callable[[], Tensor] | None:
+    """The part as a matrix product straight into ``.grad``, if it can be one."""
+    total, later = parameter.grad, part.later
+    if total is None or not isinstance(later, Product):
+        return None
+    return later.adding(total, part.grad, part.transposed)
 
 
 def _own(value: Tensor, parameter: Tensor, part: Part) -> Tensor:

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sternway.errors import SplitError
-from sternway.split._pending import Catch, Pending
+from sternway.split._part import Catch
+from sternway.split._pending import Pending
 from sternway.split._plan import make_plan
 from sternway.split._target import Edge, Node
 from sternway.split._tree import leaves, pair_leaves, replace_leaves
@@ -85,7 +86,7 @@ def _catching(catches: list[Catch]) -> Iterator[None]:
     try:
         for catch in catches:
             node = catch.cut.node
-            if catch.cut.checkpointed:
+            if catch.cut.checkpointed or (catch.cut.packed and catch.cut.runs_in_i):
                 readers.append(node.register_prehook(catch.read_and_keep))
             else:
                 catch.read()

@@ -8,12 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from sternway.saved import Packed
+
 
 class Later:
     """One operand's gradient, to be computed in W as ``compute(grad, *kept)``.
 
     ``grad`` is the gradient of the node's output, caught in I. ``kept`` is what W needs beside it: hand tensors over
-    here rather than closing over them, so that ``Pending.nbytes`` counts them and the autograd graph is let go.
+    here rather than closing over them, so that ``Pending.nbytes`` counts them and the autograd graph is let go. What
+    ``sternway.saved`` packed stays packed until W.
 
     Example:
         >>> later = Later(lambda grad, x: x.t() @ grad, torch.ones(3, 2))
@@ -21,13 +24,30 @@ class Later:
         torch.Size([2, 1])
     """
 
-    __slots__ = ("_compute", "_versions", "kept")
+    __slots__ = ("_compute", "_versions", "is_packed", "kept")
 
-    def __init__(self, compute: Callable[..., Tensor], *kept: Tensor) -> None:
+    def __init__(self, compute: Callable[..., Tensor], *kept: Tensor | Packed) -> None:
         self._compute = compute
+        self._keep(*kept)
+
+    def _keep(self, *kept: Tensor | Packed) -> None:
         # A saved tensor comes back with its history; holding that would hold the graph.
-        self.kept = tuple([tensor.detach() for tensor in kept])
-        self._versions = [tensor._version for tensor in self.kept]
+        self.kept = tuple([each.detach() if isinstance(each, Tensor) else each for each in kept])
+        self._versions = [each._version if isinstance(each, Tensor) else 0 for each in self.kept]
+        self.is_packed = any(isinstance(each, Packed) for each in self.kept)  # by a policy, at least in part
+
+    def unpack(self) -> None:
+        """Bring back what is packed."""
+        if self.is_packed:
+            self._keep(*(each.unpack() if isinstance(each, Packed) else each for each in self.kept))
+
+    def pack(self, pack: Callable[[Tensor], Packed]) -> None:
+        """Let a policy have what is kept."""
+        self._keep(*(pack(each) if isinstance(each, Tensor) else each for each in self.kept))
+
+    def tensors(self) -> list[Tensor]:
+        """What is kept, as far as it is on the device."""
+        return [t for each in self.kept for t in ([each] if isinstance(each, Tensor) else each.tensors())]
 
     def gradient(self, grad: Tensor, transposed: bool = False) -> Tensor:
         """The operand's gradient, its last two dimensions swapped if ``transposed``."""
@@ -36,7 +56,7 @@ class Later:
 
     def was_changed(self) -> bool:
         """Whether what was kept has been changed in place since."""
-        return self._versions != [tensor._version for tensor in self.kept]
+        return self._versions != [each._version if isinstance(each, Tensor) else 0 for each in self.kept]
 
 
 class Product(Later):
@@ -51,24 +71,25 @@ class Product(Later):
         torch.Size([2, 1])
     """
 
-    __slots__ = ("_of_right", "_scale", "_version")
+    __slots__ = ("_of_right", "_scale")
 
-    def __init__(self, *, left: Tensor | None = None, right: Tensor | None = None, scale: complex = 1) -> None:
+    def __init__(
+        self, *, left: Tensor | Packed | None = None, right: Tensor | Packed | None = None, scale: complex = 1
+    ) -> None:
         known = left if right is None else right
         if known is None or (left is not None and right is not None):
             raise TypeError("Product takes one side of the product, left or right")
         self._of_right = right is None
         self._scale = scale
-        self.kept = (known.detach(),)
-        self._version = known._version
+        if isinstance(known, Tensor):  # as _keep, for the one case that is on every backward's way
+            self.kept, self._versions, self.is_packed = (known.detach(),), [known._version], False
+        else:
+            self._keep(known)
 
     def gradient(self, grad: Tensor, transposed: bool = False) -> Tensor:
         left, right = self._factors(grad, transposed)
         value = left @ right
         return value if self._scale == 1 else value.mul_(self._scale)
-
-    def was_changed(self) -> bool:
-        return self._version != self.kept[0]._version
 
     def adding(self, total: Tensor, grad: Tensor, transposed: bool) -> Callable[[], Tensor] | None:
         """A step that adds the gradient to ``total`` in place; None if the types or dimensions do not allow it.
@@ -82,7 +103,7 @@ class Product(Later):
         return partial(add, left, right) if self._scale == 1 else partial(add, left, right, alpha=self._scale)
 
     def _factors(self, grad: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-        (known,) = self.kept
+        (known,) = self.tensors()  # unpacked by now
         if known.is_complex():
             known = known.conj()
         if self._of_right:  # d right = leftᴴ grad

@@ -21,34 +21,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway.errors import PendingError
+from sternway.saved import Policy
 from sternway.split._accumulate import Work, unwatched
-from sternway.split._later import Later, storage_bytes
-from sternway.split._part import Part
-from sternway.split._plan import Cut
-from sternway.split._saved import read_again
+from sternway.split._later import storage_bytes
+from sternway.split._part import Catch, Part
 from sternway.split._target import Node, leaves_behind
-
-
-class Catch:
-    """What I caught at one cut."""
-
-    __slots__ = ("cut", "grads", "laters")
-
-    def __init__(self, cut: Cut) -> None:
-        self.cut = cut
-        self.grads: list[tuple[Tensor | None, ...]] = []  # of the node's output, once it has arrived
-        self.laters: list[Later] = []  # by wait, once read
-
-    def read(self) -> None:
-        """Read off the node what W needs."""
-        node = self.cut.node
-        self.laters = [wait.operand.function(node) for wait in self.cut.waits]
-
-    def read_and_keep(self, grads: tuple[Tensor | None, ...]) -> None:
-        """The same for a node under a checkpoint, where it must happen as the node is about to run."""
-        read_again(self.cut.node, times=len(self.cut.waits))
-        self.read()
-        self.grads.append(grads)
 
 
 @dataclass(slots=True)
@@ -117,9 +94,27 @@ class Pending:
     @property
     def nbytes(self) -> int:
         """Bytes held until ``run()``, each storage once, the parameters' own not counted."""
-        parts = [*chain(*self._direct.values()), *chain(*(group.parts for group in self._groups))]
-        tensors = [tensor for part in parts for tensor in part.tensors()]
+        tensors = [tensor for part in self._parts() for tensor in part.tensors()]
         return storage_bytes(tensors, [*self.deferred, *self.ready])
+
+    def _parts(self) -> list[Part]:
+        return [*chain(*self._direct.values()), *chain(*(group.parts for group in self._groups))]
+
+    def pack(self, policy: Policy) -> None:
+        """Let a policy of ``sternway.saved`` have what waits, until ``run()``: moved away, or in fewer bytes.
+
+        Example:
+            >>> from sternway import saved, split
+            >>> layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
+            >>> grad, pending = split.backward_input(layer(x).sum(), None, x)
+            >>> before = pending.nbytes
+            >>> pending.pack(saved.compress("bf16"))
+            >>> pending.nbytes < before
+            True
+            >>> pending.run()
+        """
+        for part in self._parts():
+            part.pack(policy)
 
     def run(self) -> None:
         """Compute the gradients that wait, add them to ``.grad``, and run the parameters' hooks.
@@ -180,7 +175,7 @@ def _hand_to_engine(group: _Group, anomaly: bool) -> None:
     edges, values = [], []
     while group.parts:
         part = group.parts.pop(0)
-        part.check()
+        part.ready()
         edges.append(GradientEdge(*part.edge))
         values.append(part.reduced())
     if anomaly and any(value.isnan().any() for value in values):

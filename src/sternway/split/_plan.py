@@ -48,6 +48,7 @@ class Cut:
     node: Node
     waits: list[Wait]
     checkpointed: bool  # its saved tensors come from a recomputation
+    packed: bool  # its saved tensors are packed by sternway.saved
     runs_in_i: bool  # False at the bottom of stage 0: nothing below needs a gradient
 
 
@@ -135,7 +136,7 @@ class _Planner:
         checkpointed = packed is Packing.CHECKPOINT
         if checkpointed and not runs_in_i:
             return None  # what a checkpoint recomputes can be read only while the node runs
-        return Cut(node, waits, checkpointed, runs_in_i)
+        return Cut(node, waits, checkpointed, packed is Packing.OURS, runs_in_i)
 
     def chains_of(self, operands: tuple[Operand, ...], edges: tuple[Edge, ...]) -> list[Wait]:
         """The operands that are plain chains from parameters."""

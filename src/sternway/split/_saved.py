@@ -1,11 +1,12 @@
 """Saved tensors that are not simply there: packed by hooks, or to be recomputed by a checkpoint.
 
-A rule reads a tensor that the node reads too, when it runs. Three cases, by who packed it:
+A rule reads a tensor that the node reads too, when it runs. Four cases, by who packed it:
 
 - nobody: both read it; it is one tensor.
 - ``torch.utils.checkpoint`` (``use_reentrant=False``): the first read recomputes the whole region, and each tensor may
   be read once in a backward. ``read_again`` grants more reads. The rule reads while the engine is about to run the
   node, so that it is the same recomputation, and no region is recomputed before its turn.
+- ``sternway.saved``: the rule is handed what stands for the tensor, still moved or encoded, and W unpacks it.
 - other hooks (``save_on_cpu``, a user's): unpacking may be costly (a copy back from the CPU) and may be counted. The
   node unpacks whatever it saved even if only its input gradient is asked for, so waiting would unpack twice. Such a
   node is left to I.
@@ -21,13 +22,16 @@ from typing import Any
 
 from torch.utils import checkpoint
 
+from sternway.saved import Packed
+
 
 class Packing(Enum):
     """Who packed a node's saved tensors."""
 
     NONE = 0
     CHECKPOINT = 1
-    FOREIGN = 2
+    OURS = 2
+    FOREIGN = 3
 
 
 @cache
@@ -67,7 +71,23 @@ def packing(node: Any) -> Packing:
         return Packing.NONE
     if all(isinstance(data, checkpoint._Holder) for data in packed):
         return Packing.CHECKPOINT
+    if all(isinstance(data, Packed) for data in packed):
+        return Packing.OURS
     return Packing.FOREIGN
+
+
+class Unopened:
+    """A node for a rule to read: a saved tensor that ``sternway.saved`` packed is given out packed."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_saved_"):
+            data = getattr(getattr(self._node, "_raw" + name, None), "data", None)
+            if isinstance(data, Packed):
+                return data
+        return getattr(self._node, name)
 
 
 class _MoreReads(dict[Any, Any]):

@@ -1,0 +1,89 @@
+"""Host buffers, page-locked for a GPU, taken and given back: page-locking memory costs more than filling it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sternway.saved._ticket import Ticket
+
+_GRAIN = 2**16
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """A host buffer, and the copy out of it that may still be under way."""
+
+    data: Tensor
+    after: Ticket | None = None
+
+
+class Pool:
+    """At most ``limit`` bytes of buffers, kept for reuse until ``clear()``."""
+
+    def __init__(self, limit: int, pinned: bool) -> None:
+        self.limit, self._pinned = limit, pinned
+        self._free: list[Buffer] = []
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    @property
+    def taken_bytes(self) -> int:
+        return self._taken
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(buffer.data.numel() for buffer in self._free)
+
+    def take(self, size: int, *, wait: bool = False) -> Buffer | None:
+        """A buffer of at least ``size`` bytes; None if that would be more than the limit, unless told to wait.
+
+        A single buffer larger than the limit is given when nothing else is taken: work must go on.
+        """
+        size = -(-max(size, 1) // _GRAIN) * _GRAIN
+        with self._changed:
+            while True:
+                fitting = [buffer for buffer in self._free if size <= buffer.data.numel() <= 2 * size]
+                if fitting:
+                    best = min(fitting, key=lambda buffer: buffer.data.numel())
+                    self._free.remove(best)
+                    self._taken += best.data.numel()
+                    return best
+                while self._free and self._taken + self.free_bytes + size > self.limit:
+                    self._free.pop(0)
+                if self._taken + size <= self.limit or (wait and not self._taken):
+                    break
+                if not wait:
+                    return None
+                self._changed.wait()
+            self._taken += size
+        try:
+            return Buffer(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+        except BaseException:
+            with self._changed:
+                self._taken -= size
+            raise
+
+    def give(self, buffer: Buffer) -> None:
+        """Take a buffer back."""
+        with self._changed:
+            self._taken -= buffer.data.numel()
+            self._free.append(buffer)
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Free the buffers that nobody uses."""
+        with self._changed:
+            self._free.clear()
+
+
+def half_of_memory() -> int:
+    """Half of this machine's memory, in bytes."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (ValueError, OSError, AttributeError):
+        return 2**33
