@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import Experts, Recurrent, ViT, convnet, gpt, llama
-from saved_steps import assert_equal, grads_of
+from models import gpt
+from saved_steps import MODELS, assert_equal, grads_of
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -23,14 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # cuBLAS says once that it made a context; cuDNN, that weights were copied
 ]
 
-MODELS = {
-    "gpt": (lambda: gpt(64, 2), (2, 16, 64)),
-    "llama": (lambda: llama(64, 2), (2, 16, 64)),
-    "convnet": (lambda: convnet(8, 2), (2, 3, 8, 8)),
-    "experts": (lambda: Experts(8, 3), (2, 5, 8)),
-    "recurrent": (lambda: Recurrent(6), (2, 5, 6)),
-    "vit": (lambda: ViT(8, 2, 4), (2, 3, 8, 8)),
-}
 POLICIES: dict[str, Callable[[Path], Policy]] = {
     "everything": lambda _: saved.offload(min_bytes=0),
     "no prefetch": lambda _: saved.offload(min_bytes=0, prefetch=0),

@@ -11,6 +11,7 @@ from sternway.cli._demo import demo
 from sternway.cli._doctor import doctor
 from sternway.cli._graph import graph
 from sternway.cli._plan import plan
+from sternway.cli._saved import saved
 from sternway.cli._split import split
 
 __all__ = ["app", "main"]
@@ -42,6 +43,7 @@ app.command()(demo)
 app.command()(doctor)
 app.command()(graph)
 app.command()(plan)
+app.command()(saved)
 app.command()(split)
 
 

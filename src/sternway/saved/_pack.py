@@ -19,7 +19,7 @@ from sternway.saved._mutable import Mutable
 from sternway.saved._offload import Offload
 from sternway.saved._policy import Block, Hooks, Keep, active
 from sternway.saved._report import Line
-from sternway.saved._slot import Slot, Slots, View, compact, slot_key
+from sternway.saved._slot import Slot, Slots, View, source_of
 
 
 class Packed:
@@ -110,15 +110,14 @@ def _slot_of(
     slots: Slots, tensor: Tensor, codec: Codec | None, line: Line, offload: Offload | None, lossless: bool
 ) -> tuple[Slot, View]:
     """The slot that the tensor's storage has, or gets."""
-    tensor, view = compact(tensor)
     with slots.lock:
-        key = slot_key(tensor, codec)
-        slot = slots.find(key)
+        source = source_of(tensor, codec)
+        slot = slots.find(source.key)
         if slot is not None:
             line.again(tensor.nbytes)
         else:
-            slot = Slot(tensor, codec, line)
-            slots.add(key, slot)
+            slot = Slot(source, codec, line)
+            slots.add(source.key, slot)
             line.new(slot.raw_bytes, slot.nbytes, codec is not None)
             if offload is not None:
                 slot.lossless = lossless
@@ -128,7 +127,7 @@ def _slot_of(
                 line.hold(slot.nbytes)
         slot.packs += 1
         slot.uses += 1
-    return slot, view
+    return slot, source.view
 
 
 def _choose(block: Block, tensor: Tensor, name: str) -> tuple[Offload | None, Compress | None, str]:

@@ -7,7 +7,7 @@ dictionary of their own, where no hook sees it. These contexts keep the same, pa
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -58,7 +58,7 @@ def recompute(keep: Iterable[Any] | Choice = ()) -> Callable[[], tuple[TorchDisp
             return operation in kept
 
     def contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-        results: dict[Any, deque[Any]] = defaultdict(deque)
+        results: dict[Any, list[Any]] = defaultdict(list)
         block = active()
         return _Keeping(choose, results, block), _Replaying(choose, results)
 
@@ -73,7 +73,7 @@ def _decided(choose: Choice, again: bool, operation: Any, args: Any, kwargs: Any
 class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """In the forward: keep results."""
 
-    def __init__(self, choose: Choice, results: dict[Any, deque[Any]], block: Block) -> None:
+    def __init__(self, choose: Choice, results: dict[Any, list[Any]], block: Block) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._choose, self._results, self._block = choose, results, block
 
@@ -91,21 +91,29 @@ class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 class _Replaying(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """In the backward: take results, or compute them again."""
 
-    def __init__(self, choose: Choice, results: dict[Any, deque[Any]]) -> None:
+    def __init__(self, choose: Choice, results: dict[Any, list[Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._choose, self._results = choose, results
+        self._calls: Counter[Any] = Counter()
+
+    def __enter__(self) -> Any:
+        self._calls.clear()
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not _decided(self._choose, True, function, args, kwargs):
             return function(*args, **kwargs)
-        if not self._results[function]:
+        kept, place = self._results[function], self._calls[function]
+        self._calls[function] += 1
+        if place >= len(kept) or kept[place] is None:
             raise SavedError(
                 "a region that keeps some of its results goes through one backward",
                 got=f"{function} once more, in a second backward or a region that runs differently each time",
                 fix="run one backward, and make the region do the same each time",
             )
-        return tree_map(_unpack, self._results[function].popleft())
+        result, kept[place] = kept[place], None
+        return tree_map(_unpack, result)
 
 
 def _unpack(value: Any) -> Any:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sternway.saved._report import Line
     from sternway.saved._store import Away
 
-_FRAGMENT = 8  # a view of less than this part of its storage is saved alone
+_FRAGMENT = 8  # what spans less than this part of its storage is saved alone
 
 
 class View(NamedTuple):
@@ -58,12 +58,38 @@ def view_of(tensor: Tensor) -> View:
     )
 
 
-def compact(tensor: Tensor) -> tuple[Tensor, View]:
-    """The tensor and its view; a copy of it alone if it is a small part of its storage."""
-    if tensor.nbytes * _FRAGMENT < tensor.untyped_storage().nbytes():
-        copy = tensor.resolve_conj().resolve_neg().contiguous()
-        tensor = copy if copy.untyped_storage()._cdata != tensor.untyped_storage()._cdata else copy.clone()
-    return tensor, view_of(tensor)
+class Source(NamedTuple):
+    """What to save for a tensor: its storage, whole or in part, the shape upon it, and what names it."""
+
+    tensor: Tensor
+    view: View
+    key: Hashable
+    part: slice | None  # of the storage's bytes: a copy of these alone
+
+    def flat(self) -> Tensor:
+        """The bytes to save."""
+        flat = flat_bytes(self.tensor)
+        return flat if self.part is None else flat[self.part].clone()
+
+
+def source_of(tensor: Tensor, codec: Codec | None) -> Source:
+    """What to save for ``tensor``: its whole storage, or a copy of its own bytes.
+
+    A storage at a version has one content only if all who write to it count together. Views and their base do. The
+    parts that ``unsafe_split`` makes do not: each is like a tensor of its own, and only the part is saved. So is what
+    spans a small part of a large storage.
+    """
+    storage = tensor.untyped_storage()
+    base = tensor._base if tensor._is_view() else tensor
+    treatment = (codec.name, tensor.dtype) if codec is not None else None
+    key: tuple[Hashable, ...] = (storage._cdata, storage.data_ptr(), storage.nbytes(), tensor._version, treatment)
+    view, item = view_of(tensor), tensor.element_size()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
+    whole = base is not None and base.nbytes == storage.nbytes()
+    if whole and span * item * _FRAGMENT >= storage.nbytes():
+        return Source(tensor, view, key, None)
+    start = view.offset * item
+    return Source(tensor, view._replace(offset=0), (*key, view), slice(start, start + span * item))
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
@@ -97,13 +123,13 @@ class Slot:
         "uses",
     )
 
-    def __init__(self, tensor: Tensor, codec: Codec | None, line: Line) -> None:
+    def __init__(self, source: Source, codec: Codec | None, line: Line) -> None:
         self.engine: Engine | None = None
         self.away: Away | None = None
         self.counted = False  # in the report, as being on the device, without an engine
         self.line = line
+        tensor = source.tensor
         self.dtype = tensor.dtype
-        self.raw_bytes = tensor.untyped_storage().nbytes()
         self.codec = codec
         self.changed = False
         self.lossless = False
@@ -114,12 +140,14 @@ class Slot:
         self._version = 0
         # A weak reference keeps the storage's address from being given to another one, so that the address names it.
         self._source = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        flat = flat_bytes(tensor)
+        flat = source.flat()
+        self.raw_bytes = flat.numel()
         self.payload: Tensor | None
         """The bytes on the device; None while they are away."""
         if codec is None:
             self.payload = flat
-            self._alias, self._version = tensor.detach(), tensor._version  # .detach() shares the version
+            if source.part is None:
+                self._alias, self._version = tensor.detach(), tensor._version  # .detach() shares the version
         else:
             self.payload = codec.encode(flat.view(tensor.dtype))
         self.nbytes = self.payload.numel()
@@ -179,10 +207,3 @@ class Slots:
 
     def __len__(self) -> int:
         return len(self._known)
-
-
-def slot_key(tensor: Tensor, codec: Codec | None) -> Hashable:
-    """What names a storage at a version: its address, held by the slot, and where its bytes are and how many."""
-    storage = tensor.untyped_storage()
-    treatment = (codec.name, tensor.dtype) if codec is not None else None
-    return storage._cdata, storage.data_ptr(), storage.nbytes(), tensor._version, treatment

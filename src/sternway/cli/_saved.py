@@ -1,0 +1,100 @@
+"""``sternway saved``: a step of one's own under a policy, and what became of each tensor that it saved."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from sternway import saved as room
+from sternway.cli._graph import _demo, _function
+from sternway.errors import SavedError
+from sternway.saved import Offload, Report
+from sternway.saved._report import HEADER, cells
+from sternway.saved._sizes import show_bytes
+
+
+def saved(
+    target: Annotated[
+        str | None, typer.Argument(help="path/to/file.py:function, which returns a loss, or a model and a sample.")
+    ] = None,
+    to: Annotated[
+        str, typer.Option(help="Where tensors go: cpu, disk, or none; cpu if there is a GPU, else disk.")
+    ] = "",
+    budget: Annotated[str, typer.Option(help="What may stay: 4GiB, a fraction such as 0.5, or auto.")] = "0",
+    codec: Annotated[str, typer.Option(help="bf16, fp8, int8 or lossless.")] = "",
+    where: Annotated[str | None, typer.Option(help="A pattern for the names of the modules to treat.")] = None,
+    min_bytes: Annotated[str, typer.Option(help="Smaller tensors are left alone.")] = "4KiB",
+    directory: Annotated[Path | None, typer.Option(help="For disk; a temporary one unless given.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to run; the last one is shown.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Run a step under a policy for saved tensors, and show what was moved, encoded, kept and skipped, by module."""
+    function = _demo if target is None else _function(target)
+    to = to or ("cpu" if torch.cuda.is_available() else "disk")
+    with ExitStack() as stack:
+        policies: list[Any] = []
+        if to != "none":
+            policies.append(_offload(to, budget, where, min_bytes, directory, stack))
+        if codec:
+            policies.append(room.compress(codec, where=where, min_bytes=min_bytes))
+        if not policies:
+            policies.append(room.keep())
+        for _ in range(steps):
+            report = _step(function, policies, target or "the demo")
+    if as_json:
+        typer.echo(report.to_json())
+    else:
+        _show(report)
+
+
+def _offload(
+    to: str, budget: str, where: str | None, min_bytes: str, directory: Path | None, stack: ExitStack
+) -> Offload:
+    allowed: float | str = budget
+    if budget.replace(".", "", 1).isdigit() and "." in budget:
+        allowed = float(budget)
+    if to == "disk" and directory is None:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    return room.offload(to=to, budget=allowed, where=where, min_bytes=min_bytes, directory=directory)  # type: ignore[arg-type]  # it is checked there
+
+
+def _step(function: Callable[[], Any], policies: list[Any], target: str) -> Report:
+    with ExitStack() as stack:
+        reports = [stack.enter_context(policy) for policy in policies]
+        made = function()
+        first, *rest = made if isinstance(made, tuple) and made else (made,)
+        if isinstance(first, nn.Module) and len(rest) == 1:  # a model and a sample
+            sample = rest[0]
+            outputs = first(*sample) if isinstance(sample, tuple | list) else first(sample)
+            first = outputs.float().square().mean() if isinstance(outputs, Tensor) else outputs
+    if not isinstance(first, Tensor) or not first.requires_grad:
+        raise SavedError(
+            "the function returns a loss, or a model and a sample",
+            got=f"a {type(first).__name__} from {target}",
+            fix="return loss, or return model, sample",
+        )
+    torch.autograd.backward(first.sum())
+    report: Report = reports[-1]
+    return report
+
+
+def _show(report: Report) -> None:
+    table = Table(box=None, header_style="bold")
+    for column, name in enumerate(HEADER):
+        table.add_column(name, justify="left" if column in (0, len(HEADER) - 1) else "right", no_wrap=column == 0)
+    for row in report.modules:
+        table.add_row(*cells(row))
+    table.add_section()
+    table.add_row(*cells(report.total), style="bold")
+    console = Console()
+    console.print(table)
+    console.print(f"Peak on the device of what the policies had in hand: {show_bytes(report.peak_bytes)}.")
