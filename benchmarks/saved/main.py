@@ -119,10 +119,10 @@ def relative_error(grads: list[Tensor], reference: list[Tensor]) -> float:
 # CUDA
 
 
-def cuda(rounds: int, only: str, dim: int, layers: int, length: int) -> None:
+def cuda(rounds: int, only: str, dim: int, layers: int, length: int, device: str = "cuda") -> None:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
+    with torch.device(device):
         model = gpt(dim, layers, heads=dim // 128)
         x = torch.randn(2, length, dim)
     torch.set_default_dtype(torch.float32)
