@@ -52,6 +52,22 @@ SURFACE = {
     ],
     "sternway.viewer": ["render", "write"],
     "sternway.hooks": ["Captured", "Handle", "capture", "on_grads"],
+    "sternway.saved": [
+        "Compress",
+        "Hooks",
+        "ModuleRow",
+        "Mutable",
+        "Offload",
+        "Packed",
+        "Policy",
+        "Report",
+        "compress",
+        "forbid",
+        "keep",
+        "mutable",
+        "offload",
+        "recompute",
+    ],
     "sternway.graph": [
         "Change",
         "Diff",
@@ -111,6 +127,7 @@ def test_names(room: str) -> None:
         ("import sternway.schedule", "torch"),
         ("import sternway.viewer", "torch"),
         ("import sternway.split", "typer"),
+        ("import sternway.saved", "rich"),
     ],
 )
 def test_importing_stays_light(statement: str, absent: str) -> None:

@@ -53,16 +53,19 @@ class _DiskArrival(Arrival):
 
     def __init__(self, future: Future[Tensor], device: torch.device, store: DiskStore) -> None:
         self._future, self._device, self._store = future, device, store
+        self._target: Tensor | None = None
 
     def join(self) -> tuple[Tensor, Wait | None]:
+        if self._target is not None:
+            return self._target, None
         start = time.perf_counter()
         read = self._future.result()
         wait = Waited(time.perf_counter() - start)
-        if self._device.type == "cpu":
-            return read, wait
-        target = torch.empty(len(read), dtype=torch.uint8, device=self._device)
-        self._store.mover(self._device).back(read, target).join()
-        return target, wait
+        self._target = read
+        if self._device.type != "cpu":
+            self._target = torch.empty(len(read), dtype=torch.uint8, device=self._device)
+            self._store.mover(self._device).back(read, self._target).join()
+        return self._target, wait
 
     def drop(self) -> None:
         self._future.cancel()

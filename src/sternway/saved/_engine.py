@@ -80,8 +80,8 @@ class Engine:
                 if self._planner.goes(number):
                     self._send(slot)
                 budget = self._planner.limit
-                while round_.here_bytes > budget and (oldest := self._oldest()) is not None and self._send(oldest):
-                    pass
+                while round_.here_bytes > budget and (oldest := self._oldest()) is not None:
+                    self._send(oldest)
             finally:
                 self._release()
 
@@ -98,23 +98,20 @@ class Engine:
                 return slot
         return None
 
-    def _send(self, slot: Slot) -> bool:
-        """Start to move a slot; False, and it stays, if the store has no room."""
+    def _send(self, slot: Slot) -> None:
+        """Start to move a slot; it stays if the store has no room."""
         assert slot.payload is not None
         round_, number = self._round, slot.number
         slot.away = self.store.send(slot.payload, slot.dtype.itemsize if slot.codec is None else 1, slot.lossless)
         del round_.here[number]
         round_.here_bytes -= slot.nbytes
-        if slot.away is None:
-            slot.line.stay(-slot.nbytes)
-            with slot.line.report.lock:
-                slot.line.skipped["no room"] += slot.nbytes
-            return True  # go on with the next
         slot.line.stay(-slot.nbytes)
-        slot.line.move(slot.nbytes)
-        round_.flights[number] = weakref.ref(slot)
-        round_.flight_bytes += slot.nbytes
-        return True
+        if slot.away is None:
+            slot.line.no_room(slot.nbytes)
+        else:
+            slot.line.move(slot.nbytes)
+            round_.flights[number] = weakref.ref(slot)
+            round_.flight_bytes += slot.nbytes
 
     def _release(self) -> None:
         """Let go of what is away by now, and of what must be: the computation then waits for the copy."""
@@ -126,10 +123,11 @@ class Engine:
             if slot is None or slot.away is None:
                 continue
             if number in timed:
-                due = timed[number] <= tick and slot.number not in round_.used
+                due = timed[number] <= tick and number not in round_.used
             else:
                 due = round_.flight_bytes > self._window
-            if slot.away.out.done():
+            # In the backward what is still here is what is needed first: it goes only if it must.
+            if slot.away.out.done() and (due or not round_.used):
                 self._leave(slot)
             elif due:
                 slot.line.wait(slot.away.out.join())
@@ -140,6 +138,8 @@ class Engine:
         self._round.flight_bytes -= slot.nbytes
         slot.release()
         slot.line.hold(-slot.nbytes)
+        if slot.number not in self._round.used:  # it may have been passed over while it was here
+            self._round.next = min(self._round.next, self._round.place.get(slot.number, self._round.next))
 
     def settle(self, slot: Slot) -> bool:
         """Finish a copy that is under way, because its source will change; whether the slot is away."""
@@ -183,11 +183,9 @@ class Engine:
     def _expect(self) -> None:
         """Set out the order in which slots will be asked for: the last round's, or the reverse of packing."""
         round_ = self._round
-        order = list(self.plan.order) if self.plan is not None else []
-        if not order or len(round_.sizes) > self.plan.count:  # type: ignore[union-attr]  # order came from it
-            order = []
-        rest = [number for number in reversed(round_.slots) if number not in set(order)]
-        round_.order = order + rest
+        plan = self.plan
+        known = dict.fromkeys(plan.order) if plan is not None and len(round_.sizes) <= plan.count else {}
+        round_.order = [*known, *(number for number in reversed(round_.slots) if number not in known)]
         round_.place = {number: place for place, number in enumerate(round_.order)}
         round_.next = 0
 

@@ -30,10 +30,10 @@ def forbid(message: str) -> Iterator[None]:
     """
     before = _autograd._saved_tensors_hooks_get_disabled_error_message()
     try:
-        _autograd._saved_tensors_hooks_disable(message)
-    except RuntimeError as error:
-        raise SavedError(str(error)) from None
-    try:
+        try:
+            _autograd._saved_tensors_hooks_disable(message)
+        except RuntimeError as error:  # policies are active; torch has disabled them all the same
+            raise SavedError(str(error)) from None
         yield
     finally:
         if before is None:

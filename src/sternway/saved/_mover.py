@@ -77,6 +77,9 @@ class _EventWait(Wait):
     def __init__(self, start: Any, end: Any) -> None:
         self._start, self._end = start, end
 
+    def over(self) -> bool:
+        return bool(self._end.query())
+
     def seconds(self) -> float:
         self._end.synchronize()
         return float(self._start.elapsed_time(self._end)) / 1000

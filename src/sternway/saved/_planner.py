@@ -23,7 +23,7 @@ class Planner:
         self.plan: Plan | None = None
         self._auto = budget == "auto"
         self._budget: Any = budget
-        self._last_total: int | None = None
+        self._last: Record | None = None
         self._measured: list[tuple[Round, Mover]] = []
         self._rates: tuple[float, float] | None = None
 
@@ -33,7 +33,7 @@ class Planner:
         if self._auto:
             return float("inf")
         if isinstance(self._budget, float):  # of what a step saves: none, until one is known
-            return self._budget * (self._last_total or 0)
+            return self._budget * (self._last.total if self._last is not None else 0)
         return int(self._budget)
 
     @property
@@ -64,7 +64,9 @@ class Planner:
     def end(self, round_: Round, mover: Mover) -> None:
         """A round is over."""
         record = Record(tuple(round_.sizes), tuple(round_.events))
-        self._last_total = record.total
+        if not self._auto and record == self._last:
+            return  # the plan is made
+        self._last = record
         if not self._auto:
             self.plan = plan_for_budget(record, int(self.limit))
         elif self.plan is None:

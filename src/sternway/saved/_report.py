@@ -60,6 +60,10 @@ class Line:
             self.packed += size
             self.skipped[reason] += size
 
+    def no_room(self, size: int) -> None:
+        with self.report.lock:
+            self.skipped["no room"] += size
+
     def again(self, size: int) -> None:
         with self.report.lock:
             self.packs += 1
@@ -93,15 +97,16 @@ class Line:
             with self.report.lock:
                 self.waits.append(wait)
                 if len(self.waits) > _MANY:
-                    self.settle()
+                    self.settle([wait for wait in self.waits if wait.over()])
 
-    def settle(self) -> None:
-        self.seconds += sum(wait.seconds() for wait in self.waits)
-        self.waits.clear()
+    def settle(self, waits: list[Wait]) -> None:
+        """Add up waits; one that is not over is waited for."""
+        self.seconds += sum(wait.seconds() for wait in waits)
+        self.waits = [wait for wait in self.waits if wait not in waits]
 
     def row(self) -> ModuleRow:
         with self.report.lock:
-            self.settle()
+            self.settle(self.waits)
             return ModuleRow(
                 module=self.module,
                 packs=self.packs,

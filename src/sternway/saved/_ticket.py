@@ -18,6 +18,10 @@ class Wait(ABC):
     """How long somebody waited, known at once or later."""
 
     @abstractmethod
+    def over(self) -> bool:
+        """Whether it is known."""
+
+    @abstractmethod
     def seconds(self) -> float:
         """The time waited; blocks until it is known."""
 
@@ -27,6 +31,9 @@ class Waited(Wait):
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+
+    def over(self) -> bool:
+        return True
 
     def seconds(self) -> float:
         return self._seconds
