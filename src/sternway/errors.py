@@ -5,6 +5,8 @@
     │   └── PendingError     a Pending used out of turn: run twice, or after a failed run
     ├── ScheduleError        a pipeline plan that is malformed, impossible or unknown
     ├── HookError            a hook on a place where no gradient can arrive, or a handle misused
+    ├── StateError           a state that is read too early, used in a wrong place, or gone
+    │   └── EmptyStateError  a value that is not there to be read: not set, or not yet
     ├── GraphError           a question that a captured graph cannot answer, or a graph that cannot be captured
     │   └── BackwardError    a backward that failed, explained: what broke it, where, and the usual fix
     ├── ViewerError          a report that cannot be drawn from what was passed
@@ -49,6 +51,14 @@ class ScheduleError(SternwayError):
 
 class HookError(SternwayError):
     """A hook on a place where no gradient can arrive, or a handle misused."""
+
+
+class StateError(SternwayError):
+    """A state that is read too early, used in a wrong place, or gone."""
+
+
+class EmptyStateError(StateError, AttributeError):
+    """A value that is not there to be read; an ``AttributeError``, so that ``hasattr`` and ``getattr`` work."""
 
 
 class GraphError(SternwayError):

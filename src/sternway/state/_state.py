@@ -1,0 +1,202 @@
+"""``BackwardState``: what a user holds, and what Dynamo traces.
+
+Everything in ``on_grad`` is traced. It reads and writes two attributes of the wire and never looks at the hooks, so that
+Dynamo guards on neither: a new state or a new hook runs the same compiled code. What it writes, Dynamo carries out
+after the graph has run: that is how a state is *filled after the forward*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from sternway.errors import EmptyStateError, StateError
+from sternway.state import _module
+from sternway.state._load import Wire, running
+from sternway.state._node import Shown, token_of
+from sternway.state._ops import NO_GRADIENT, SECOND_STATE
+
+
+class BackwardState:
+    """Carries hooks and values from a forward into its backward, compiled or not, with compiled autograd off.
+
+    Example:
+        >>> state = BackwardState()
+        >>> def forward(x):                                  # or under torch.compile
+        ...     return state.on_grad(2 * x, lambda grad: grad * state.scale).sum()
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> loss = forward(x)
+        >>> state.scale = 10.0
+        >>> loss.backward()
+        >>> x.grad
+        tensor([20., 20.])
+
+    **Values** are attributes of any kind. They are set after the forward and read in the backward, by hooks, or after
+    it; reading earlier is an error. What is set goes to every forward since the last filling or backward, and to no
+    other: with several in flight, each hook sees what was set for its own.
+
+    **Lifetime.** The forward saves the state: its own graph keeps it, and frees it. ``close()`` ends it at once.
+
+    A copy of a state, by ``copy`` or ``pickle``, is a new and empty one.
+    """
+
+    _wire: Wire
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "_wire", Wire())
+
+    def on_grad(self, y: Tensor, *fns: Callable[[Tensor], Any]) -> Tensor:
+        """Call each of ``fns`` with the gradient that arrives at the returned tensor, in order.
+
+        Example:
+            >>> norms = []
+            >>> x = torch.ones(4, requires_grad=True)
+            >>> y = BackwardState().on_grad(3 * x, lambda grad: norms.append(grad.norm().item()))
+            >>> y.sum().backward()
+            >>> norms
+            [2.0]
+
+        Args:
+            y: a tensor that requires a gradient.
+            fns: called as ``fn(grad)`` in every backward. Where one returns a tensor, that is the gradient from there
+                on. They may do anything: keep the gradient, print, append, raise.
+
+        Returns:
+            ``y``, for use in its stead. Given to ``on_grad`` again, more functions are called after these.
+
+        Where gradients are disabled this does nothing.
+
+        Raises:
+            StateError: ``y`` requires no gradient; the state is in use by another graph, or closed.
+        """
+        if not torch.is_grad_enabled():
+            return y
+        wire = self._wire
+        if torch.compiler.is_dynamo_compiling():
+            back = torch.ops.sternway.state_ask(y, wire.key).shape[2]
+            key = wire.key - (back - 1) if back else None
+        else:
+            _callables(fns)
+            key = token_of(y, wire)
+        if key is None:
+            (y,), key = self._show([y])
+        for fn in fns:
+            wire.added = (key, fn, wire.added)
+        return y
+
+    def on_module(self, module: nn.Module, fn: _module.ModuleHook) -> RemovableHandle:
+        """Call ``fn(module, grad_input, grad_output)`` in every backward of ``module``, as its full backward hook.
+
+        Example:
+            >>> layer = torch.nn.Linear(2, 3)
+            >>> state = BackwardState()
+            >>> handle = state.on_module(layer, lambda module, grad_input, grad_output: print(grad_output))
+            >>> layer(torch.ones(1, 2)).sum().backward()
+            (tensor([[1., 1., 1.]]),)
+            >>> handle.remove()
+
+        Args:
+            module: compiled, part of something compiled, or neither. It returns a tensor or a tuple.
+            fn: gets two tuples, with None for what is no tensor or needs no gradient; may return other gradients for
+                the inputs.
+
+        Returns:
+            A handle that takes the hook off the module, for forwards to come.
+        """
+
+        def show(tensors: Sequence[Tensor], hook: Callable[[Any], Any]) -> Sequence[Tensor]:
+            shown, key = self._show(tensors)
+            self._wire.added = (key, hook, self._wire.added)
+            return shown
+
+        return _module.watch(module, show, fn)
+
+    def _show(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
+        wire = self._wire
+        needed = all(tensor.requires_grad for tensor in tensors)
+        graph, refusal = 0, 0 if needed else NO_GRADIENT
+        if torch.compiler.is_dynamo_compiling():
+            graph, second, _ = torch.ops.sternway.state_ask(tensors[0], wire.key).shape
+            refusal = SECOND_STATE if second else refusal
+        key, token = torch.ops.sternway.state_mark(wire.key, graph, refusal)
+        wire.key = key
+        if needed:  # else the operator raises, when the graph runs
+            shown = Shown.apply(token, *tensors)
+            tensors = (shown,) if len(tensors) == 1 else shown
+        if torch.compiler.is_dynamo_compiling():
+            torch.ops.sternway.state_tell(tensors[0], key)
+        return tensors, key
+
+    def remove(self, fn: Callable[..., Any] | None = None) -> None:
+        """Call ``fn`` no more in backwards of forwards already run; without ``fn``, none of the functions.
+
+        Example:
+            >>> state, x = BackwardState(), torch.ones(1, requires_grad=True)
+            >>> y = state.on_grad(2 * x, print)
+            >>> state.remove(print)
+            >>> y.sum().backward()
+
+        Raises:
+            StateError: ``fn`` is not among them.
+        """
+        wire = self._wire
+        wire.settle()
+        found = False
+        for mark in list(wire.marks.values()):
+            kept = [each for each in mark.fns if fn is not None and each != fn]
+            found = found or len(kept) < len(mark.fns)
+            mark.fns[:] = kept
+        if fn is not None and not found:
+            raise StateError(
+                "a hook is removed by the function that it was made with",
+                got=f"{fn!r}, which waits for no gradient",
+                fix="keep the function that you pass to on_grad; a hook whose graph is gone needs no removing",
+            )
+
+    def close(self) -> None:
+        """End the state: hooks and values are let go, and a backward that still needs them raises ``StateError``."""
+        self._wire.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            raise EmptyStateError(_RULE, got=f".{name} in compiled code", fix=_FIX)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        load = running(self._wire) or self._wire.load
+        if load is None or load.phase != "backward":
+            raise EmptyStateError(_RULE, got=f".{name} before the backward", fix=_FIX)
+        if name not in load.values:
+            raise EmptyStateError(_RULE, got=f".{name}, which was not set after this forward", fix=_FIX)
+        return load.values[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            raise StateError("a state is filled after the forward", got=f".{name} = … in compiled code", fix=_FIX)
+        if hasattr(type(self), name) or name == "_wire":
+            raise StateError("a value has a name of its own", got=f".{name}, a method", fix="choose another name")
+        load = running(self._wire) or self._wire.fill()
+        load.values[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        self.__getattr__(name)
+        del (running(self._wire) or self._wire.fill()).values[name]
+
+    def __reduce__(self) -> Any:
+        return (BackwardState, ())
+
+    def __repr__(self) -> str:
+        return f"BackwardState({self._wire.describe()})"
+
+
+_RULE = "a state is empty in the forward and read in the backward"
+_FIX = "set values between the forward and its backward, and read them in a hook"
+
+
+def _callables(fns: Sequence[Any]) -> None:
+    for fn in fns:
+        if not callable(fn):
+            raise StateError("a hook is a function", got=f"a {type(fn).__name__}", fix="pass something callable")
