@@ -50,7 +50,7 @@ class Mark:
         self.fns: list[Hook] = []
         self.filled = False  # whether the forward has handed its functions over
         self.arrived: dict[int, Tensor] = {}  # of several gradients that are shown together
-        self.given: dict[int, Tensor] | None = None
+        self.given: dict[int, Tensor] | None = None  # what the functions returned for them
 
     def token(self) -> Tensor:
         """The mark's number as a tensor whose memory keeps the mark."""
@@ -67,9 +67,12 @@ class Wire:
     """Between a state and its graphs. ``key`` and ``added`` are read and written by compiled code, the rest never is."""
 
     def __init__(self) -> None:
-        self.number = next(_NUMBERS)
-        self.key = torch.tensor(self.number * _MARKS_PER_WIRE, device="cpu")  # the number of the latest mark
+        self.key = torch.zeros((), dtype=torch.int64, device="cpu")  # the number of the latest mark
         self.added: Added = ()  # functions that a forward handed over, not yet settled; latest first
+        if torch.compiler.is_dynamo_compiling():
+            return  # to be refused
+        self.number = next(_NUMBERS)
+        self.key.fill_(self.number * _MARKS_PER_WIRE)
         self.load: Load | None = None
         self.marks: WeakValueDictionary[int, Mark] = WeakValueDictionary()
         self.closed = False

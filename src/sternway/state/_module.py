@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from sternway.errors import StateError
 
 ModuleHook = Callable[[nn.Module, tuple[Tensor | None, ...], tuple[Tensor | None, ...]], Any]
-Show = Callable[[Sequence[Tensor], Callable[[Any], Any]], Sequence[Tensor]]
+Show = Callable[[list[Tensor], Callable[[Any], Any]], list[Tensor]]
 
 
 class Watched:
@@ -75,7 +75,7 @@ def _tensors(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(place for place, value in enumerate(values) if isinstance(value, Tensor) and value.requires_grad)
 
 
-def _put(values: tuple[Any, ...], places: tuple[int, ...], shown: Sequence[Tensor]) -> tuple[Any, ...]:
+def _put(values: tuple[Any, ...], places: tuple[int, ...], shown: list[Tensor]) -> tuple[Any, ...]:
     put = list(values)
     for place, tensor in zip(places, shown, strict=True):
         put[place] = tensor

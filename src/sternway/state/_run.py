@@ -19,19 +19,16 @@ def run(mark: Mark, grad: Tensor) -> Tensor:
     return grad
 
 
-def run_together(mark: Mark, index: int) -> Tensor:
+def run_together(mark: Mark, grad: Tensor, index: int) -> Tensor:
     """Gradient ``index`` of several that have all arrived, after functions that get them together."""
     if mark.given is None:
-        grads, mark.arrived = mark.arrived, {}
+        grads, mark.arrived, mark.given = mark.arrived, {}, {}
         with Running(mark):
             for fn in tuple(mark.fns):
                 returned = fn({place: _lent(grad) for place, grad in grads.items()}) or {}
+                mark.given |= {place: new for place, new in returned.items() if new is not None}
                 grads = {place: _replaced(returned.get(place), grad) for place, grad in grads.items()}
-        mark.given = grads
-    given = mark.given.pop(index)
-    if not mark.given:
-        mark.given = None
-    return given
+    return _replaced(mark.given.get(index), grad)
 
 
 def run_eager(mark: Mark, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:

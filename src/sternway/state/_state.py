@@ -17,8 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from sternway.errors import EmptyStateError, StateError
 from sternway.state import _module
 from sternway.state._load import Wire, running
-from sternway.state._node import Shown, token_of
-from sternway.state._ops import NO_GRADIENT, SECOND_STATE
+from sternway.state._node import show_eager, token_of
+from sternway.state._ops import MADE, NO_GRADIENT, READ, SECOND_STATE, WRITTEN
 
 
 class BackwardState:
@@ -48,6 +48,8 @@ class BackwardState:
 
     def __init__(self) -> None:
         object.__setattr__(self, "_wire", Wire())
+        if torch.compiler.is_dynamo_compiling():
+            self._refuse(MADE)
 
     def on_grad(self, y: Tensor, *fns: Callable[[Tensor], Any]) -> Tensor:
         """Call each of ``fns`` with the gradient that arrives at the returned tensor, in order.
@@ -108,14 +110,14 @@ class BackwardState:
             A handle that takes the hook off the module, for forwards to come.
         """
 
-        def show(tensors: Sequence[Tensor], hook: Callable[[Any], Any]) -> Sequence[Tensor]:
+        def show(tensors: list[Tensor], hook: Callable[[Any], Any]) -> list[Tensor]:
             shown, key = self._show(tensors)
             self._wire.added = (key, hook, self._wire.added)
             return shown
 
         return _module.watch(module, show, fn)
 
-    def _show(self, tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:
+    def _show(self, tensors: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         wire = self._wire
         needed = all(tensor.requires_grad for tensor in tensors)
         graph, refusal = 0, 0 if needed else NO_GRADIENT
@@ -124,12 +126,16 @@ class BackwardState:
             refusal = SECOND_STATE if second else refusal
         key, token = torch.ops.sternway.state_mark(wire.key, graph, refusal)
         wire.key = key
-        if needed:  # else the operator raises, when the graph runs
-            shown = Shown.apply(token, *tensors)
-            tensors = (shown,) if len(tensors) == 1 else shown
-        if torch.compiler.is_dynamo_compiling():
+        if not torch.compiler.is_dynamo_compiling():
+            tensors = show_eager(token, tensors)
+        elif not refusal:  # else the mark raises, when the graph runs
+            tensors = torch.ops.sternway.state_show(token, tensors)
             torch.ops.sternway.state_tell(tensors[0], key)
         return tensors, key
+
+    def _refuse(self, refusal: int) -> Tensor:
+        self._wire.key = torch.ops.sternway.state_refuse(self._wire.key, refusal)
+        return self._wire.key
 
     def remove(self, fn: Callable[..., Any] | None = None) -> None:
         """Call ``fn`` no more in backwards of forwards already run; without ``fn``, none of the functions.
@@ -163,7 +169,7 @@ class BackwardState:
 
     def __getattr__(self, name: str) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            raise EmptyStateError(_RULE, got=f".{name} in compiled code", fix=_FIX)
+            return self._refuse(READ)
         if name.startswith("__"):
             raise AttributeError(name)
         load = running(self._wire) or self._wire.load
@@ -175,7 +181,8 @@ class BackwardState:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
-            raise StateError("a state is filled after the forward", got=f".{name} = … in compiled code", fix=_FIX)
+            self._refuse(WRITTEN)
+            return
         if hasattr(type(self), name) or name == "_wire":
             raise StateError("a value has a name of its own", got=f".{name}, a method", fix="choose another name")
         load = running(self._wire) or self._wire.fill()
