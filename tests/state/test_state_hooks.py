@@ -182,9 +182,7 @@ def test_a_hook_that_writes_into_the_gradient_writes_into_its_own(way: str) -> N
 @pytest.mark.parametrize("way", COMPILED)
 def test_dynamic_shapes_compile_once(way: str) -> None:
     seen: list[int] = []
-    compiled = run(
-        lambda x, state, fn: state.on_grad(state.on_grad(x.sin(), fn).exp(), fn).sum(), way, dynamic=True
-    )
+    compiled = run(lambda x, state, fn: state.on_grad(state.on_grad(x.sin(), fn).exp(), fn).sum(), way, dynamic=True)
     with no_recompile():
         for rows in (3, 5, 8):
             compiled(leaf(rows), BackwardState(), lambda grad: seen.append(len(grad))).backward()

@@ -64,7 +64,7 @@ class _Memory(bytearray):
 
 
 class Wire:
-    """Between a state and its graphs. ``key`` and ``added`` are read and written by compiled code, the rest never is."""
+    """Between a state and its graphs. Compiled code reads and writes ``key`` and ``added``, and nothing else."""
 
     def __init__(self) -> None:
         self.key = torch.zeros((), dtype=torch.int64, device="cpu")  # the number of the latest mark
@@ -158,9 +158,7 @@ def mark_of(token: Tensor) -> Mark:
     wire, number = wire_of(token)
     wire.settle()
     mark = wire.marks.get(number)
-    if wire.closed:
-        raise _gone("a state that was closed")
-    if mark is None or not mark.filled:
+    if mark is None or not (mark.filled or wire.closed):
         raise _gone("a state that did not outlive its forward: what the forward saved was copied, or computed again")
     return mark
 
@@ -186,6 +184,8 @@ class Running:
         self.mark = mark
 
     def __enter__(self) -> None:
+        if self.mark.wire.closed:
+            raise _gone("a state that was closed")
         self.before = getattr(_RUNNING, "loads", {})
         _RUNNING.loads = {**self.before, self.mark.wire.number: self.mark.load}
         self.mark.load.phase = "backward"

@@ -2,44 +2,35 @@
 
     forward                                   backward
     ───────                                   ────────
-    key' , token = mark(key)                  give(grad, token)  ── calls the hooks, returns the gradient or theirs
-       │        └─ saved for the backward
-       └─ the next on_grad's key, and after the last one the state's
+    key', token = mark(key)                   give(grad, token)  ── calls the hooks, returns the gradient or theirs
+      │     └─ saved for the backward
+      └─ the next on_grad's key, and after the last one the state's
 
 Integers go in, so a graph is compiled once for every state and every hook: which functions to call is looked up by
 number when the gradient comes. ``mark`` is a pure function of its key, so compilers may merge or repeat it.
 
 ``give`` returns its argument where no hook replaces it, and says so in its schema: ``Tensor(a) -> Tensor(a)``. Inductor
 then keeps the buffer until both are done with, and no gradient is copied. AOTAutograd does not take such operators from
-outside; ``_functionalized`` hands this one past it.
+outside; ``_functionalized`` hands this one past it. Several gradients that are shown together first ``arrive``.
 
 Mistakes that are seen while tracing are raised when the graph runs (``refuse``), as the error that eager code raises:
 raised in the trace, they would come out as Dynamo's.
-
-``ask`` is a question to the tracer: its answer is a shape, which Dynamo knows while it traces, and its node is dead code
-afterwards. It tells which graph is being traced, whether another state is in it, and whether a tensor came from an
-earlier ``on_grad``.
 """
 
 from __future__ import annotations
 
-import zlib
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sternway.errors import EmptyStateError, StateError
+from sternway.state import _tracing
 from sternway.state._load import mark_of, wire_of
 from sternway.state._run import run, run_together
 
-LIBRARY = torch.library.Library("sternway", "FRAGMENT")
-LIBRARY.define("state_ask(Tensor y, Tensor key) -> Tensor")
-LIBRARY.define("state_tell(Tensor y, Tensor key) -> Tensor")
-LIBRARY.define("state_mark(Tensor key, int graph, int refusal) -> (Tensor, Tensor)")
-LIBRARY.define("state_refuse(Tensor key, int refusal) -> Tensor")
-LIBRARY.define("state_arrive(Tensor grad, Tensor token, int index) -> Tensor")
-LIBRARY.define("state_give(Tensor(a) grad, Tensor token, int index, Tensor[] after) -> Tensor(a)")
+_LIBRARY = torch.library.Library("sternway", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's
 
 _FILL = "set values between the forward and its backward, and read them in a hook"
 SECOND_STATE, NO_GRADIENT, READ, WRITTEN, MADE = range(1, 6)
@@ -67,25 +58,27 @@ _REFUSALS: dict[int, tuple[type[StateError], str, str, str]] = {
 }
 
 
-def _refuse(key: Tensor, refusal: int) -> Tensor:
-    error, rule, got, fix = _REFUSALS[refusal]
-    raise error(rule, got=got, fix=fix)
+def refuse(refusal: int) -> None:
+    """Raise the error of this number; 0 is none."""
+    if refusal:
+        error, rule, got, fix = _REFUSALS[refusal]
+        raise error(rule, got=got, fix=fix)
 
 
-# Run.
+def operator(schema: str, key: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None = None) -> None:
+    """Define an operator: what it does when it runs, and when it is traced."""
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)  # type: ignore[no-untyped-call]  # torch's
+    _LIBRARY.impl(name, kernel, key)  # type: ignore[no-untyped-call]
+    if fake is not None:
+        torch.library.register_fake(f"sternway::{name}", fake, lib=_LIBRARY)
 
 
 def _mark(key: Tensor, graph: int, refusal: int) -> tuple[Tensor, Tensor]:
-    if refusal:
-        _refuse(key, refusal)
+    refuse(refusal)
     wire, number = wire_of(key)
     mark = wire.mark(number + 1, graph)
     return torch.tensor(mark.number, device="cpu"), mark.token()
-
-
-def _give(grad: Tensor, token: Tensor, index: int, after: list[Tensor]) -> Tensor:
-    mark = mark_of(token)
-    return run_together(mark, grad, index) if after else run(mark, grad)
 
 
 def _arrive(grad: Tensor, token: Tensor, index: int) -> Tensor:
@@ -94,9 +87,14 @@ def _arrive(grad: Tensor, token: Tensor, index: int) -> Tensor:
     return torch.empty(0, device="cpu")
 
 
+def _give(grad: Tensor, token: Tensor, index: int, after: list[Tensor]) -> Tensor:
+    mark = mark_of(token)
+    return run_together(mark, grad, index) if after else run(mark, grad)
+
+
 def _functionalized(grad: Tensor, token: Tensor, index: int, after: list[Tensor]) -> Tensor:
     def plain(tensor: Tensor) -> Tensor:
-        torch._sync(tensor)
+        torch._functionalize_sync(tensor)
         return torch._from_functional_tensor(tensor)
 
     functionalize = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
@@ -105,88 +103,29 @@ def _functionalized(grad: Tensor, token: Tensor, index: int, after: list[Tensor]
         if 0 in dense.stride():  # one number for many places, as from sum(): what a hook returns would not fit there
             dense = dense.clone(memory_format=torch.contiguous_format)
         out = torch.ops.sternway.state_give(dense, plain(token), index, [plain(each) for each in after])
-    wrapped: Tensor = torch._to_functional_tensor(out)
-    return wrapped
+    return torch._to_functional_tensor(out)
 
 
-for _name, _kernel in [
-    ("state_ask", lambda y, key: torch.empty(0, 0, 0)),
-    ("state_tell", lambda y, key: torch.empty(0)),
-    ("state_mark", _mark),
-    ("state_refuse", _refuse),
-    ("state_arrive", _arrive),
-    ("state_give", _give),
-]:
-    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-LIBRARY.impl("state_give", _functionalized, "Functionalize")
-
-
-# Trace.
-
-
-@dataclass(slots=True)
-class _Tracing:
-    """What we know of the graph that Dynamo is tracing."""
-
-    graph: int
-    root: Tensor | None = None  # the key of the one state in it, as it came in
-    marks: int = 0
-
-
-def _tracing() -> _Tracing | None:
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        output = InstructionTranslator.current_tx().output
-        code = output.root_tx.f_code
-    except (ImportError, AttributeError):
-        return None  # not under Dynamo, or one that is built differently: hooks work, these checks do not
-    known: _Tracing | None = getattr(output, "_sternway_state", None)
-    if known is None:
-        # The same number in every process, so that compiled graphs are found again in torch's cache.
-        place = f"{code.co_filename}:{code.co_firstlineno}:{code.co_name}"
-        known = output._sternway_state = _Tracing(1 + zlib.crc32(place.encode()) % 2**31)
-    return known
-
-
-@torch.library.register_fake("sternway::state_ask", lib=LIBRARY)
-def _(y: Tensor, key: Tensor) -> Tensor:
-    tracing = _tracing()
-    if tracing is None:
-        return torch.empty(0, 0, 0)
-    root = getattr(key, "_sternway_root", key)
-    tracing.root = root if tracing.root is None else tracing.root
-    came_from = getattr(y, "_sternway_mark", (None, 0))
-    back = tracing.marks - came_from[1] + 1 if came_from[0] is root else 0
-    return torch.empty(tracing.graph, int(tracing.root is not root), back)
-
-
-@torch.library.register_fake("sternway::state_tell", lib=LIBRARY)
-def _(y: Tensor, key: Tensor) -> Tensor:
-    tracing = _tracing()
-    if tracing is not None:
-        tracing.marks += 1
-        y._sternway_mark = (getattr(key, "_sternway_root", key), tracing.marks)  # type: ignore[attr-defined]  # a note of ours
-    return torch.empty(0)
-
-
-@torch.library.register_fake("sternway::state_mark", lib=LIBRARY)
-def _(key: Tensor, graph: int, refusal: int) -> tuple[Tensor, Tensor]:
-    following, token = (torch.empty((), dtype=torch.int64, device="cpu") for _ in range(2))
-    following._sternway_root = getattr(key, "_sternway_root", key)  # type: ignore[attr-defined]  # a note of ours
-    return following, token
-
-
-@torch.library.register_fake("sternway::state_refuse", lib=LIBRARY)
-def _(key: Tensor, refusal: int) -> Tensor:
-    return torch.empty_like(key)
-
-
-@torch.library.register_fake("sternway::state_arrive", lib=LIBRARY)
-def _(grad: Tensor, token: Tensor, index: int) -> Tensor:
-    return torch.empty(0, device="cpu")
-
-
-@torch.library.register_fake("sternway::state_give", lib=LIBRARY)
-def _(grad: Tensor, token: Tensor, index: int, after: list[Tensor]) -> Tensor:
-    return grad.view_as(grad)
+_RUNS = "CompositeExplicitAutograd"  # on every device, below autograd
+operator("state_ask(Tensor y, Tensor key) -> Tensor", _RUNS, lambda y, key: torch.empty(0, 0, 0), _tracing.ask)
+operator("state_tell(Tensor y, Tensor key) -> Tensor", _RUNS, lambda y, key: torch.empty(0), _tracing.tell)
+operator("state_mark(Tensor key, int graph, int refusal) -> (Tensor, Tensor)", _RUNS, _mark, _tracing.mark)
+operator(
+    "state_refuse(Tensor key, int refusal) -> Tensor",
+    _RUNS,
+    lambda key, refusal: refuse(refusal),
+    lambda key, refusal: torch.empty_like(key),
+)
+operator(
+    "state_arrive(Tensor grad, Tensor token, int index) -> Tensor",
+    _RUNS,
+    _arrive,
+    lambda grad, token, index: torch.empty(0, device="cpu"),
+)
+operator(
+    "state_give(Tensor(a) grad, Tensor token, int index, Tensor[] after) -> Tensor(a)",
+    _RUNS,
+    _give,
+    lambda grad, token, index, after: grad.view_as(grad),
+)
+_LIBRARY.impl("state_give", _functionalized, "Functionalize")  # type: ignore[no-untyped-call]

@@ -1,9 +1,4 @@
-"""``BackwardState``: what a user holds, and what Dynamo traces.
-
-Everything in ``on_grad`` is traced. It reads and writes two attributes of the wire and never looks at the hooks, so that
-Dynamo guards on neither: a new state or a new hook runs the same compiled code. What it writes, Dynamo carries out
-after the graph has run: that is how a state is *filled after the forward*.
-"""
+"""``BackwardState``: what a user holds, and what Dynamo traces."""
 
 from __future__ import annotations
 
@@ -16,9 +11,9 @@ from torch.utils.hooks import RemovableHandle
 
 from sternway.errors import EmptyStateError, StateError
 from sternway.state import _module
-from sternway.state._load import Wire, running
-from sternway.state._node import show_eager, token_of
-from sternway.state._ops import MADE, NO_GRADIENT, READ, SECOND_STATE, WRITTEN
+from sternway.state._load import Hook, Wire, running
+from sternway.state._node import show_eager, show_traced
+from sternway.state._ops import MADE, READ, WRITTEN
 
 
 class BackwardState:
@@ -77,18 +72,8 @@ class BackwardState:
         """
         if not torch.is_grad_enabled():
             return y
-        wire = self._wire
-        if torch.compiler.is_dynamo_compiling():
-            back = torch.ops.sternway.state_ask(y, wire.key).shape[2]
-            key = wire.key - (back - 1) if back else None
-        else:
-            _callables(fns)
-            key = token_of(y, wire)
-        if key is None:
-            (y,), key = self._show([y])
-        for fn in fns:
-            wire.added = (key, fn, wire.added)
-        return y
+        (shown,) = self._show([y], fns, again=True)
+        return shown
 
     def on_module(self, module: nn.Module, fn: _module.ModuleHook) -> RemovableHandle:
         """Call ``fn(module, grad_input, grad_output)`` in every backward of ``module``, as its full backward hook.
@@ -110,28 +95,11 @@ class BackwardState:
             A handle that takes the hook off the module, for forwards to come.
         """
 
-        def show(tensors: list[Tensor], hook: Callable[[Any], Any]) -> list[Tensor]:
-            shown, key = self._show(tensors)
-            self._wire.added = (key, hook, self._wire.added)
-            return shown
+        return _module.watch(module, lambda tensors, hook: self._show(tensors, [hook], again=False), fn)
 
-        return _module.watch(module, show, fn)
-
-    def _show(self, tensors: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        wire = self._wire
-        needed = all(tensor.requires_grad for tensor in tensors)
-        graph, refusal = 0, 0 if needed else NO_GRADIENT
-        if torch.compiler.is_dynamo_compiling():
-            graph, second, _ = torch.ops.sternway.state_ask(tensors[0], wire.key).shape
-            refusal = SECOND_STATE if second else refusal
-        key, token = torch.ops.sternway.state_mark(wire.key, graph, refusal)
-        wire.key = key
-        if not torch.compiler.is_dynamo_compiling():
-            tensors = show_eager(token, tensors)
-        elif not refusal:  # else the mark raises, when the graph runs
-            tensors = torch.ops.sternway.state_show(token, tensors)
-            torch.ops.sternway.state_tell(tensors[0], key)
-        return tensors, key
+    def _show(self, tensors: list[Tensor], fns: Sequence[Hook], *, again: bool) -> list[Tensor]:
+        show = show_traced if torch.compiler.is_dynamo_compiling() else show_eager
+        return show(self._wire, tensors, fns, again=again)
 
     def _refuse(self, refusal: int) -> Tensor:
         self._wire.key = torch.ops.sternway.state_refuse(self._wire.key, refusal)
@@ -201,9 +169,3 @@ class BackwardState:
 
 _RULE = "a state is empty in the forward and read in the backward"
 _FIX = "set values between the forward and its backward, and read them in a hook"
-
-
-def _callables(fns: Sequence[Any]) -> None:
-    for fn in fns:
-        if not callable(fn):
-            raise StateError("a hook is a function", got=f"a {type(fn).__name__}", fix="pass something callable")
