@@ -82,14 +82,17 @@ class Wire:
     def mark(self, number: int, graph: int) -> Mark:
         """The mark of this number; made if it is new. A pure function of the number, so that it may run again."""
         with self.lock:
-            if self.closed:
-                raise StateError("a closed state carries nothing more", got="on_grad after close()", fix="make another")
+            self._check_open()
             self.settle()
             known = self.marks.get(number)
             if known is not None:
                 return known
             mark = self.marks[number] = Mark(number, self, self._open(graph))
             return mark
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise StateError("a closed state carries nothing more", got="a use after close()", fix="make another")
 
     def _open(self, graph: int) -> Load:
         load = self.load
@@ -107,6 +110,7 @@ class Wire:
     def fill(self) -> Load:
         """The load that values go to now."""
         with self.lock:
+            self._check_open()
             self.settle()
             if self.load is None:
                 self.load = Load(0)
