@@ -67,7 +67,10 @@ def test_a_graph_that_is_dropped_takes_its_hooks_and_values_with_it(way: str) ->
     gc.collect()
     assert [each() for each in watched] == [None, None]
 
-    _, watched = call(BackwardState())
+    loss, watched = call(BackwardState())
+    gc.collect()
+    assert all(each() is not None for each in watched), "the graph keeps them, without the state"
+    del loss
     gc.collect()
     assert [each() for each in watched] == [None, None], "neither state nor graph is left"
     later.backward()
