@@ -6,6 +6,8 @@
     ├── ScheduleError        a pipeline plan that is malformed, impossible or unknown
     ├── SavedError           a saved tensor that cannot be kept, moved or brought back as asked
     ├── HookError            a hook on a place where no gradient can arrive, or a handle misused
+    ├── StateError           a state that is read too early, used in a wrong place, or gone
+    │   └── EmptyStateError  a value that is not there to be read: not set, or not yet
     ├── GraphError           a question that a captured graph cannot answer, or a graph that cannot be captured
     │   └── BackwardError    a backward that failed, explained: what broke it, where, and the usual fix
     ├── ViewerError          a report that cannot be drawn from what was passed
@@ -54,6 +56,14 @@ class SavedError(SternwayError, RuntimeError):
 
 class HookError(SternwayError):
     """A hook on a place where no gradient can arrive, or a handle misused."""
+
+
+class StateError(SternwayError):
+    """A state that is read too early, used in a wrong place, or gone."""
+
+
+class EmptyStateError(StateError, AttributeError):
+    """A value that is not there to be read; an ``AttributeError``, so that ``hasattr`` and ``getattr`` work."""
 
 
 class GraphError(SternwayError):
