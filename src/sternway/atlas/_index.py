@@ -9,7 +9,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from html import escape as html_escape
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from sternway.atlas._blocks import slug
 from sternway.atlas._links import page_of
@@ -18,13 +18,11 @@ from sternway.atlas._names import link, shown
 from sternway.atlas._records import Keyword
 
 SPLIT_ABOVE = 6000  # entries; a larger index is one page for each letter
+_ONLY_USED = frozenset(("name", "import", "parameter"))
 _DEFINITIONS, _USES = 12, 8  # of each name, in the index of a subtree
 
 
-class Where(NamedTuple):
-    path: str
-    line: int
-    kind: str
+Where: TypeAlias = tuple[str, int, str]  # path, line, kind; plain tuples, being millions
 
 
 class Entry(NamedTuple):
@@ -85,14 +83,20 @@ def _grouped(keywords: list[Keyword]) -> dict[str, list[Keyword]]:
 
 def merge(files: Iterable[tuple[str, Iterable[tuple[str, str, int]]]]) -> list[Entry]:
     """One entry for each name of all files; a word apart from an identifier of the same letters."""
-    defined: dict[tuple[str, bool], list[Where]] = defaultdict(list)
-    used: dict[tuple[str, bool], list[Where]] = defaultdict(list)
+    defined: dict[str, list[Where]] = defaultdict(list)
+    used: dict[str, list[Where]] = defaultdict(list)
+    words: dict[str, list[Where]] = defaultdict(list)
     for path, rows in files:
         for name, kind, line in rows:
-            target = used if kind in ("name", "word", "import", "parameter") else defined
-            target[name, kind == "word"].append(Where(path, line, kind))
-    keys = sorted({*defined, *used}, key=lambda key: (key[0].casefold(), key))
-    return [Entry(key[0], tuple(defined.get(key, ())), tuple(used.get(key, ()))) for key in keys]
+            target = defined
+            if kind == "word":
+                target = words
+            elif kind in _ONLY_USED:
+                target = used
+            target[name].append((path, line, kind))
+    names = [Entry(name, tuple(defined.get(name, ())), tuple(used.get(name, ()))) for name in {*defined, *used}]
+    names += [Entry(name, (), tuple(places)) for name, places in words.items()]
+    return sorted(names, key=lambda entry: (entry.name.casefold(), entry))
 
 
 def entries_by_letter(entries: list[Entry]) -> dict[str, list[Entry]]:
@@ -112,7 +116,7 @@ def subtree_markdown(page: str, title: str, letters: dict[str, list[Entry]]) -> 
 
 
 def _markdown_entry(page: str, entry: Entry) -> str:
-    kind = entry.defined[0].kind if entry.defined else entry.used[0].kind
+    kind = entry.defined[0][2] if entry.defined else entry.used[0][2]
     text = f"- {code(entry.name)} {kind}"
     if entry.defined:
         text += f" defined at {_cut(list(_links(page, entry.defined[:_DEFINITIONS])), len(entry.defined))}"
@@ -123,9 +127,9 @@ def _markdown_entry(page: str, entry: Entry) -> str:
 
 
 def _links(page: str, places: Iterable[Where]) -> Iterator[str]:
-    for place in places:
-        label, target = _target(page, place.path)
-        yield f"[{label}:{place.line}]({target}#L{place.line})"
+    for path, line, _ in places:
+        label, target = _target(page, path)
+        yield f"[{label}:{line}]({target}#L{line})"
 
 
 def _cut(parts: list[str], total: int) -> str:
@@ -142,7 +146,7 @@ def subtree_html(page: str, letters: dict[str, list[Entry]]) -> str:
     for letter, entries in letters.items():
         parts.append(f"<h2 id={slug(letter)}>{letter}</h2><dl>")
         for entry in entries:
-            kind = entry.defined[0].kind if entry.defined else entry.used[0].kind
+            kind = entry.defined[0][2] if entry.defined else entry.used[0][2]
             parts.append(f"<dt>{html_escape(entry.name)}<small>{kind}</small>")
             if entry.defined:
                 links = list(_html_links(page, entry.defined[:_DEFINITIONS]))
@@ -154,9 +158,9 @@ def subtree_html(page: str, letters: dict[str, list[Entry]]) -> str:
 
 
 def _html_links(page: str, places: Iterable[Where]) -> Iterator[str]:
-    for place in places:
-        label, target = _html_target(page, place.path)
-        yield f"<a href={target}#L{place.line}>{label}:{place.line}</a>"
+    for path, line, _ in places:
+        label, target = _html_target(page, path)
+        yield f"<a href={target}#L{line}>{label}:{line}</a>"
 
 
 @functools.lru_cache(maxsize=1 << 16)

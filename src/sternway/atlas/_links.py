@@ -6,7 +6,7 @@ found too. A line link is good if the page it leads to has that line.
 
 from __future__ import annotations
 
-import html
+import functools
 import posixpath
 import re
 from collections.abc import Iterable, Mapping
@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from sternway.atlas._names import file_page, folder_page, link
 
-_MARKDOWN = re.compile(r"(?<!\\)\]\(([^()\s]+)\)")
-_SPAN = re.compile(r"(?<![\\`])(`+)(?!`).+?(?<!`)\1(?!`)")
-_HTML = re.compile(r'(?:href|src)="?([^" >]+)')
-_ID = re.compile(r' id="?([^" >]+)')
+# A code span may hold what looks like a link, so spans are consumed first.
+_MARKDOWN = re.compile(r"(?<![\\`])(`+)(?!`).+?(?<!`)\1(?!`)|(?<!\\)\]\(([^()\s#]*)(?:#([^()\s]*))?\)")
+_HTML = re.compile(r'<a (?:class="at" )?href="?([^" >#]*)(?:#([^" >]*))?')
+_HEAD = re.compile(r'<(?:link|script)\b[^<>]*?\b(?:href|src)="([^"]+)"')
+_ID = re.compile(r'<(?:section|h2) id="?([^" >]+)')
 _FENCE = re.compile(r"(?m)^(`{3,})[^\n]*\n.*?^\1$", re.DOTALL)
-_SOURCE = re.compile(r'<pre class="source">.*?</pre>', re.DOTALL)
-_LINE = re.compile(r"L(\d+)$")
+_SOURCE = '<pre class="source">'
 
 
 class Links(NamedTuple):
@@ -36,6 +36,7 @@ class Broken(NamedTuple):
     target: str
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def page_of(kind: str, path: str, suffix: str) -> str:
     """The page that ``To(kind, path)`` means."""
     if kind in ("docs", "kw"):
@@ -43,6 +44,7 @@ def page_of(kind: str, path: str, suffix: str) -> str:
     return folder_page(path, f"{kind}{suffix}")
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def relative(page: str, kind: str, path: str, suffix: str) -> str:
     return link(page, page_of(kind, path, suffix))
 
@@ -50,28 +52,31 @@ def relative(page: str, kind: str, path: str, suffix: str) -> str:
 def read_links(page: str, text: str) -> Links:
     """What a finished page links to, from its text."""
     lines = 0
+    anchors: tuple[str, ...] = ()
     if page.endswith(".html"):
         lines = text.count("<i id=L")
-        text = _SOURCE.sub("", text)
-        found = {html.unescape(target) for target in _HTML.findall(text)}
+        if lines:
+            start = text.index(_SOURCE)
+            text = text[:start] + text[text.index("</pre>", start) :]
+        found = {*_HTML.findall(text), *((target, "") for target in _HEAD.findall(text, 0, text.find("</head>")))}
         anchors = tuple(sorted(set(_ID.findall(text))))
     else:
-        found = set(_MARKDOWN.findall(_SPAN.sub("", _FENCE.sub("", text))))
-        anchors = ()
+        rows = _MARKDOWN.findall(_FENCE.sub("", text) if "\n```" in text else text)
+        found = {(path, anchor) for ticks, path, anchor in rows if not ticks}
+    anchors_of: dict[str, list[str]] = {}
+    for path, anchor in found:
+        anchors_of.setdefault(path, []).append(anchor)
     folder = posixpath.dirname(page)
-    largest: dict[str, int] = {}
-    others: dict[str, set[str]] = {}
-    for target in found:
-        if "://" in target:
-            continue
-        path, _, anchor = target.partition("#")
-        whole = posixpath.normpath(posixpath.join(folder, path)) if path else page
-        line = _LINE.match(anchor)
-        largest[whole] = max(largest.get(whole, 0), int(line[1]) if line else 0)
-        if anchor and not line:
-            others.setdefault(whole, set()).add(anchor)
-    targets = tuple((path, most, tuple(sorted(others.get(path, ())))) for path, most in sorted(largest.items()))
-    return Links(lines, anchors, targets)
+    targets = []
+    for path, wanted in sorted(anchors_of.items()):
+        if "://" not in path:
+            whole = posixpath.normpath(posixpath.join(folder, path)) if path else page
+            numbers = [int(anchor[1:]) for anchor in wanted if anchor[:1] == "L" and anchor[1:].isdigit()]
+            others = []
+            if len(numbers) < len(wanted):
+                others = sorted(one for one in wanted if one and not (one[0] == "L" and one[1:].isdigit()))
+            targets.append((whole, max(numbers, default=0), tuple(others)))
+    return Links(lines, anchors, tuple(targets))
 
 
 def check(pages: Mapping[str, Links], others: Iterable[str] = ()) -> list[Broken]:

@@ -6,6 +6,7 @@ also its URL, and no name of a source file can lead out of the output folder.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import posixpath
@@ -14,6 +15,7 @@ import re
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._+\-]")
 _OURS = re.compile(r"(index|doc|sub(_[a-z0-9]+)?|reading|search)\.(md|html)|.*_(docs|kw)\.(md|html)|_site|\.atlas")
 _LONGEST = 180
+_cached = functools.lru_cache(maxsize=1 << 16)  # the same few thousand paths, millions of times
 
 
 def safe(name: str, *, folder: bool = False) -> str:
@@ -32,11 +34,13 @@ def safe(name: str, *, folder: bool = False) -> str:
     return made
 
 
+@_cached
 def folder_of(path: str) -> str:
     """The output folder for a source folder ("" is the top)."""
     return "/".join(safe(part, folder=True) for part in path.split("/")) if path else ""
 
 
+@_cached
 def file_page(path: str, suffix: str) -> str:
     """The page of a source file: ``file_page("a/b.py", "_docs.md")`` is ``a/b.py_docs.md``."""
     parent, _, name = path.rpartition("/")
@@ -47,12 +51,16 @@ def folder_page(path: str, name: str) -> str:
     return posixpath.join(folder_of(path), name)
 
 
+@_cached
 def link(page: str, target: str) -> str:
     """The relative link from one page to another."""
     return posixpath.relpath(target, posixpath.dirname(page) or ".")
 
 
+@_cached
 def shown(path: str) -> str:
     """A source path for people: what cannot be printed is escaped."""
     text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)

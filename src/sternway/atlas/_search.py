@@ -24,12 +24,12 @@ def shards(entries: list[Entry], paths: list[str]) -> dict[str, str]:
     number = {path: index for index, path in enumerate(paths)}
     rows: dict[str, list[list[object]]] = defaultdict(list)
     for entry in entries:
-        places = [*entry.defined, *entry.used][: _PLACES if not entry.defined else len(entry.defined)][:_PLACES]
+        places = (entry.defined or entry.used)[:_PLACES]
         row: list[object] = [
             entry.name,
-            places[0].kind,
+            places[0][2],
             len(entry.defined) + len(entry.used),
-            [value for place in places for value in (number[place.path], place.line)],
+            [value for path, line, _ in places for value in (number[path], line)],
         ]
         for key in keys(entry.name):
             rows[key].append(row)

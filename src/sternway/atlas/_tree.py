@@ -162,20 +162,27 @@ def _read_rules(folder: str) -> Iterator[_Rules]:
 
 
 def _above(root: Path) -> tuple[_Rules, ...]:
-    """The rules of folders above the source, up to the repository's top; none if it is in no repository."""
+    """The rules of folders above the source, up to the repository's top.
+
+    None if it is in no repository, and none if they ignore the source itself: whoever names it wants its pages.
+    """
     found: list[_Rules] = []
     for folder in root.parents:
         if (root / ".git").exists():
             return ()
         found[:0] = _read_rules(str(folder))
         if (folder / ".git").exists():
-            return tuple(found)
+            way = [root, *root.parents]
+            hidden = any(_ignored(f"{one}/", tuple(found)) for one in way[: way.index(folder)])
+            return () if hidden else tuple(found)
     return ()
 
 
 def _ignored(path: str, rules: tuple[_Rules, ...]) -> bool:
     """As git: the nearest file with a matching pattern decides."""
     for rule in reversed(rules):
+        if not path.startswith(rule.folder):
+            continue
         verdict = rule.spec.check_file(path[len(rule.folder) + 1 :]).include
         if verdict is not None:
             return verdict

@@ -61,6 +61,7 @@ def start() -> None:
     """Once in each process: trees are deep, and the cycle collector would go over them again and again."""
     sys.setrecursionlimit(20_000)
     gc.disable()
+    gc.freeze()
 
 
 class Read(NamedTuple):
@@ -95,7 +96,7 @@ class Read(NamedTuple):
             body = index_html(file_page(path, "_kw"), path, title, self.place.tree, file_html(path, keywords), True)
             outputs += _write(self.place.out, page_of("kw", path, ".md"), key, file_markdown(path, keywords))
             outputs += _write(self.place.out, page_of("kw", path, ".html"), key, body)
-        gc.collect()
+        _collect()
         return Done(tuple(outputs), tuple(problems))
 
 
@@ -117,7 +118,7 @@ class Describe(NamedTuple):
                 continue
             facts = load_facts(self.place.out, path)
             outputs += render(self.place, file_docs(path, text, language, facts, context), key)
-        gc.collect()
+        _collect()
         return Done(tuple(outputs), tuple(problems))
 
 
@@ -170,6 +171,12 @@ Job = Read | Describe | Index
 
 def run(job: Job) -> Done:
     return job.run()
+
+
+def _collect() -> None:
+    """In a process of ours, after a job: what it made is gone, and what was there before is frozen."""
+    if not gc.isenabled():
+        gc.collect()
 
 
 def render(place: Place, page: Page, key: str) -> Iterator[Output]:
