@@ -5,6 +5,7 @@ Markdown and HTML are both written from these, so that they say the same.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -70,6 +71,24 @@ class Page(NamedTuple):
     title: str
     sections: tuple[Section, ...]
     is_file: bool = False
+
+
+_QUOTED = re.compile(r"``([^`]+)``|`([^`\n]+)`")
+
+
+def prose(text: str) -> Words:
+    """A docstring's words, with what stands in backquotes as code.
+
+    Example:
+        >>> prose("Calls ``run`` once.")
+        ('Calls ', Code(text='run'), ' once.')
+    """
+    words: list[Inline] = []
+    end = 0
+    for match in _QUOTED.finditer(text):
+        words += [text[end : match.start()], Code(match[1] or match[2])]
+        end = match.end()
+    return tuple(word for word in (*words, text[end:]) if word)
 
 
 def sentence(*words: Inline) -> Paragraph:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from sternway.atlas import _measure
-from sternway.atlas._links import Broken, Links, check as check_links, read_links
+from sternway.atlas._links import Broken, Links, read_links
+from sternway.atlas._links import check as check_links
 from sternway.atlas._pool import Pool, Progress
 from sternway.atlas._report import Report
 from sternway.atlas._run import Run

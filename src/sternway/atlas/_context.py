@@ -21,7 +21,7 @@ class Target(NamedTuple):
 
     place: Place
     line: int
-    count: int
+    times: int
 
 
 class Context(NamedTuple):

@@ -18,7 +18,8 @@ _FIELDS = "--fields=+nKSserl-P"
 _TIME = 300.0  # seconds for one batch of files
 _LOCAL = {"local", "parameter", "tparam", "macroparam"}
 _PIECES = re.compile(
-    r"(?P<comment>//[^\n]*|/\*.*?(?:\*/|\Z))|\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|(?P<name>[A-Za-z_]\w*)", re.DOTALL
+    r"(?P<comment>//[^\n]*|/\*.*?(?:\*/|\Z))|\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|(?P<name>[A-Za-z_]\w*)",
+    re.DOTALL,
 )
 _C_LIKE = {"C", "C++", "CUDA", "ObjectiveC", "Java", "Go", "Rust", "JavaScript", "TypeScript", "Kotlin"}
 

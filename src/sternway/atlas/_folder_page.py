@@ -7,7 +7,21 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from sternway.atlas._blocks import At, Block, Code, Items, Page, To, Words, cut, section, sections, sentence, table
+from sternway.atlas._blocks import (
+    At,
+    Block,
+    Code,
+    Items,
+    Page,
+    To,
+    Words,
+    cut,
+    prose,
+    section,
+    sections,
+    sentence,
+    table,
+)
 from sternway.atlas._context import Whole
 from sternway.atlas._names import folder_page, shown
 from sternway.atlas._order import shortest_cycle
@@ -77,7 +91,7 @@ class Folder:
 
     def _file_row(self, path: str) -> tuple[Words, ...]:
         facts = self.known.facts[path]
-        said: Words = (facts.purpose, " ", At(path, facts.purpose_line, f"line {facts.purpose_line}"))
+        said: Words = (*prose(facts.purpose), " ", At(path, facts.purpose_line, f"line {facts.purpose_line}"))
         return (
             (To("docs", path, shown(posixpath.basename(path))),),
             (facts.language,),
@@ -109,7 +123,7 @@ class Folder:
             self.path,
             f"Overview of {self.title}",
             sections(
-                section("Purpose", sentence(facts.purpose, " (", At(init, facts.purpose_line), ")"))
+                section("Purpose", sentence(*prose(facts.purpose), " (", At(init, facts.purpose_line), ")"))
                 if facts and facts.purpose
                 else None,
                 section(
@@ -190,7 +204,7 @@ def reading_line(known: Known, path: str) -> Words:
     count = len(context.importers)
     said = f"entry point: {why}" if why else f"imported by {count:,} file{'s' * (count != 1)}" if count else ""
     facts = known.facts[path]
-    purpose: Words = (": ", facts.purpose[:200]) if facts.purpose else ()
+    purpose: Words = (": ", *prose(facts.purpose)) if facts.purpose else ()
     return (To("docs", path, shown(path)), *((f" ({said})",) if said else ()), *purpose)
 
 

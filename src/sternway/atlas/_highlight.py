@@ -32,7 +32,9 @@ def _python(text: str) -> list[str]:
         parts.append(escape(text[before:start], quote=False))
         body = escape(text[start:end], quote=False)
         mark = f"<span class={kind}>"
-        parts.append(f"{mark}{body}</span>" if "\n" not in body else mark + body.replace("\n", f"</span>\n{mark}") + "</span>")
+        parts.append(
+            f"{mark}{body}</span>" if "\n" not in body else mark + body.replace("\n", f"</span>\n{mark}") + "</span>"
+        )
         before = end
     parts.append(escape(text[before:], quote=False))
     return lines_of("".join(parts))

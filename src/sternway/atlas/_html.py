@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, select_autoescape
 from markupsafe import Markup
 
-from sternway.atlas._blocks import At, Block, Code, Inline, Items, Page, Paragraph, Source, Table, To, Words, slug
+from sternway.atlas._blocks import At, Block, Code, Inline, Items, Page, Paragraph, Source, Table, Words, slug
 from sternway.atlas._highlight import highlight
 from sternway.atlas._links import relative
 from sternway.atlas._names import link, shown
@@ -63,7 +63,7 @@ def _blocks(blocks: tuple[Block, ...], page: str) -> Iterator[str]:
             tag = "ol" if block.ordered else "ul"
             yield f"<{tag}>{''.join(f'<li>{_words(item, page)}</li>' for item in block.items)}</{tag}>"
         elif isinstance(block, Table):
-            head = "".join(f"<th>{escape(cell)}</th>" for cell in block.head)
+            head = "".join(f"<th>{escape(cell)}</th>" for cell in block.head) if any(block.head) else ""
             rows = "".join(
                 f"<tr>{''.join(f'<td>{_words(cell, page)}</td>' for cell in row)}</tr>" for row in block.rows
             )

@@ -15,7 +15,9 @@ from sternway.atlas._words import Words
 
 _JSON = re.compile(r'"((?:[^"\\]|\\.)*)"|[{}\[\],:]|\n')
 _TOML_KEY = r"""(?:[A-Za-z0-9_-]+|"(?:[^"\\]|\\.)*"|'[^']*')"""
-_TOML_LINE = re.compile(rf"\s*(?:\[\[?\s*(?P<table>{_TOML_KEY}(?:\s*\.\s*{_TOML_KEY})*)\s*\]|(?P<key>{_TOML_KEY}(?:\s*\.\s*{_TOML_KEY})*)\s*=)")
+_TOML_LINE = re.compile(
+    rf"\s*(?:\[\[?\s*(?P<table>{_TOML_KEY}(?:\s*\.\s*{_TOML_KEY})*)\s*\]|(?P<key>{_TOML_KEY}(?:\s*\.\s*{_TOML_KEY})*)\s*=)"
+)
 _DEPTH = 200
 
 
@@ -35,7 +37,9 @@ def read_keys(text: str, language: str) -> tuple[Facts, list[Keyword]]:
         Keyword(name, "key", lines[0], tuple(sorted({*lines} - {lines[0]}))) for name, lines in kinds.items() if name
     ]
     keywords = [*names, *(word for word in words.keywords() if word.name not in kinds)]
-    return Facts(language, "keys", options=options), sorted(keywords, key=lambda word: (word.name.casefold(), word.name))
+    return Facts(language, "keys", options=options), sorted(
+        keywords, key=lambda word: (word.name.casefold(), word.name)
+    )
 
 
 def _short(value: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from sternway.atlas._blocks import At, Block, Code, Inline, Items, Page, Paragraph, Source, Table, To, Words
+from sternway.atlas._blocks import At, Block, Code, Inline, Items, Page, Paragraph, Source, Table, Words
 from sternway.atlas._links import relative
 from sternway.atlas._names import shown
 

@@ -1,4 +1,4 @@
-"""Measured facts: ``path.py:function`` run in a process of its own, and its numbers put on the pages that they concern."""
+"""Measured facts: ``path.py:function`` run in a process of its own, its numbers put on the pages of its modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from sternway.atlas._context import Whole
-from sternway.atlas._store import MARK, write
+from sternway.atlas._store import write
+from sternway.atlas._tree import MARK
 from sternway.errors import AtlasError
 
 _FILE = "measured.json"

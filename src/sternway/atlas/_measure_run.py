@@ -53,7 +53,7 @@ def main(file: str, function: str, result: str, root: str) -> None:
     files = {row["path"] for row in rows} | {_inside(file, Path(root))} - {""}
     record = {
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, {_device(model)}",
+        "machine": _machine(model),
         "whole": whole,
         "rows": rows,
         "files": {path: hashlib.sha256((Path(root) / path).read_bytes()).hexdigest() for path in sorted(files)},
@@ -149,6 +149,11 @@ def _rows(model: nn.Module, captured: graph.Graph, root: Path) -> list[dict[str,
 def _inside(file: str, root: Path) -> str:
     path = Path(file).resolve()
     return path.relative_to(root).as_posix() if file and path.is_relative_to(root) else ""
+
+
+def _machine(model: nn.Module) -> str:
+    threads = torch.get_num_threads()
+    return f"{platform.machine()}, {threads} threads, torch {torch.__version__}, {_device(model)}"
 
 
 def _device(model: nn.Module) -> str:

@@ -1,7 +1,7 @@
 """Where pages go: names that are safe in every file system, in every link, and one to one with the source's names.
 
-A name keeps letters, digits and ``. _ - +``; every other byte becomes ``~`` and two hex digits, so that a page's path is
-also its URL, and no name of a source file can lead out of the output folder.
+A name keeps letters, digits and ``. _ - +``; every other byte becomes ``~`` and two hex digits, so that a page's path
+is also its URL, and no name of a source file can lead out of the output folder.
 """
 
 from __future__ import annotations

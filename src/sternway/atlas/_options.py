@@ -26,9 +26,9 @@ def find(reading: Reading) -> Iterator[Option]:
                 yield from _option(node, reads)
             elif name in ("os.getenv", "os.environ.get", "os.environ.setdefault", "os.environ.pop"):
                 _add(environment, node.args[0] if node.args else None, node.lineno)
-        elif use.kind == "subscript" and isinstance(node, ast.Subscript):
-            if reading.absolute(node.value, use.scope) == "os.environ" and isinstance(node.ctx, ast.Load):
-                _add(environment, node.slice, node.lineno)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            key = node.slice if reading.absolute(node.value, use.scope) == "os.environ" else None
+            _add(environment, key, node.lineno)
     for name, lines in sorted(environment.items()):
         yield Option("environment", name, lines[0], "", tuple(lines))
 
@@ -66,8 +66,9 @@ def _reads(reading: Reading) -> dict[str, list[int]]:
     for use in reading.uses:
         node = use.node
         if use.kind == "attribute" and isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id in holders and node.lineno not in found[node.attr]:
-                found[node.attr].append(node.lineno)
+            lines = found[node.attr] if node.value.id in holders else [node.lineno]
+            if node.lineno not in lines:
+                lines.append(node.lineno)
     return found
 
 
@@ -77,7 +78,7 @@ def subscripts(reading: Reading) -> Iterator[tuple[str, int]]:
         node = use.node
         if use.kind == "subscript" and isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
             assert isinstance(node.slice, ast.Constant)
-            yield node.slice.value, node.lineno
+            yield str(node.slice.value), node.lineno
         elif use.kind == "call" and isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             first = node.args[0] if node.args else None
             if node.func.attr == "get" and isinstance(first, ast.Constant) and isinstance(first.value, str):

@@ -1,11 +1,12 @@
-"""Patterns, performance, security and tests in a Python file: constructions and calls that are there, each with its line."""
+"""Patterns, performance, security and tests in a Python file: constructions and calls, each with its line."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from sternway.atlas._reading import Reading, Use
+from sternway.atlas._identifiers import Use
+from sternway.atlas._reading import Reading
 from sternway.atlas._records import Fact
 
 _DECORATORS = {

@@ -1,6 +1,7 @@
 """From names to files: which file an import means, which definition a call means, by following re-exports.
 
-What is not found is not guessed: it is "unresolved" if it should be in the tree, else the standard library's or outside.
+What is not found is not guessed: it is "unresolved" if it should be in the tree, else the standard library's or
+outside.
 """
 
 from __future__ import annotations

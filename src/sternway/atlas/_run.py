@@ -35,10 +35,9 @@ from sternway.atlas._store import (
     load_links,
     save,
     save_links,
-    write,
 )
 from sternway.atlas._tree import MARK, Problem, Tree, walk
-from sternway.atlas._work import Describe, Done, Index, Output, Place, Read, render, stored
+from sternway.atlas._work import Describe, Done, Index, Output, Place, Read, plain, render, stored
 from sternway.errors import AtlasError
 
 _CHUNK = 300_000  # bytes of source in one job
@@ -143,7 +142,7 @@ class Run:
             self.pages[output.path] = output.written
             if output.links is not None:
                 self.links[output.path] = output.links
-            self.made += 1
+            self.made += output.changed
 
     def _finished(self, done: Done) -> None:
         self._take(done.outputs)
@@ -199,14 +198,18 @@ class Run:
         problems = sorted(set(self.problems))
         known = Known(self.place.tree, self.facts, self.lines, self.whole, problems, self.tree.folders)
         folders = [Folder(known, path) for path in self.tree.folders]
-        for page in [*(folder.index() for folder in folders), *(folder.doc() for folder in folders), reading_page(known)]:
+        for page in [
+            *(folder.index() for folder in folders),
+            *(folder.doc() for folder in folders),
+            reading_page(known),
+        ]:
             key = digest("folder", self.place.tree, repr(page))
             if not self._kept(key):
                 self._take(render(self.place, page, key))
         for path, text in assets().items():
             key = digest("asset", path, text)
             if not self._kept(key):
-                self._take([Output(path, Written(key, *write(self.place.out / path, text)), None)])
+                self._take([plain(self.place.out, path, key, text)])
 
     def _index_jobs(self) -> Iterator[Index]:
         """Longest first: the index of the whole is one job."""

@@ -16,6 +16,7 @@ from sternway.atlas._names import shown
 
 _PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_]+")
 _PLACES = 6  # of one name in the index; the rest are counted
+_FIRST = {"class": 0, "struct": 0, "function": 1, "method": 2}
 _CHARACTERS = re.compile(r"[a-z0-9]")
 
 
@@ -24,13 +25,9 @@ def shards(entries: list[Entry], paths: list[str]) -> dict[str, str]:
     number = {path: index for index, path in enumerate(paths)}
     rows: dict[str, list[list[object]]] = defaultdict(list)
     for entry in entries:
-        places = (entry.defined or entry.used)[:_PLACES]
-        row: list[object] = [
-            entry.name,
-            places[0][2],
-            len(entry.defined) + len(entry.used),
-            [value for path, line, _ in places for value in (number[path], line)],
-        ]
+        places = sorted(entry.defined or entry.used, key=lambda place: (_FIRST.get(place[2], 9), place))[:_PLACES]
+        count = len(entry.defined) + len(entry.used)
+        row: list[object] = [entry.name, count, [[number[path], line, kind] for path, line, kind in places]]
         for key in keys(entry.name):
             rows[key].append(row)
     made = {f"{key}.js": _script("shard", key, rows[key]) for key in sorted(rows)}

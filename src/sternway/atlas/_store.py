@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -64,9 +65,12 @@ def facts_file(out: Path, path: str) -> Path:
     return out / MARK / "facts" / name[:2] / f"{name[2:24]}.json"
 
 
-def write(path: Path, text: str | bytes) -> tuple[str, int]:
-    """Write whole or not at all; the digest and the size of what was written."""
+def write(path: Path, text: str | bytes) -> tuple[str, int, bool]:
+    """Write whole or not at all: the digest and the size of the file, and whether it was not so before."""
     data = text if isinstance(text, bytes) else text.encode("utf-8", "backslashreplace")
+    found = hashlib.sha256(data).hexdigest(), len(data)
+    if _has(path, data):
+        return *found, False
     beside = path.with_name(f"{path.name}~")
     try:
         beside.write_bytes(data)
@@ -74,7 +78,15 @@ def write(path: Path, text: str | bytes) -> tuple[str, int]:
         path.parent.mkdir(parents=True, exist_ok=True)
         beside.write_bytes(data)
     os.replace(beside, path)
-    return hashlib.sha256(data).hexdigest(), len(data)
+    return *found, True
+
+
+def _has(path: Path, data: bytes) -> bool:
+    try:
+        info = os.lstat(path)
+        return stat.S_ISREG(info.st_mode) and info.st_size == len(data) and path.read_bytes() == data
+    except OSError:
+        return False
 
 
 def load(out: Path) -> Manifest | None:

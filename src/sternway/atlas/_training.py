@@ -6,8 +6,9 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 
+from sternway.atlas._identifiers import Use
 from sternway.atlas._patterns import shortened
-from sternway.atlas._reading import Reading, Use
+from sternway.atlas._reading import Reading
 from sternway.atlas._records import Fact, Module
 
 _KINDS = {
@@ -57,13 +58,13 @@ _KINDS = {
     "sternway.pipeline.Pipeline": "pipeline",
 }
 _PIPELINE = ("torch.distributed.pipelining.", "torch.distributed.pipeline.", "deepspeed.pipe.")
-_FUNCTIONAL = ("torch.nn.functional.",)
-_LOSSES = frozenset(
-    "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss "
-    "gaussian_nll_loss hinge_embedding_loss huber_loss kl_div l1_loss linear_cross_entropy margin_ranking_loss "
-    "mse_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss nll_loss poisson_nll_loss "
-    "smooth_l1_loss soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss".split()
-)
+_TEXT = """
+binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss gaussian_nll_loss
+hinge_embedding_loss huber_loss kl_div l1_loss linear_cross_entropy margin_ranking_loss mse_loss multi_margin_loss
+multilabel_margin_loss multilabel_soft_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss
+triplet_margin_loss triplet_margin_with_distance_loss
+"""
+_LOSSES = frozenset(_TEXT.split())
 
 
 def find(reading: Reading) -> Iterator[Fact]:

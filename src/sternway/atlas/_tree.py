@@ -100,9 +100,9 @@ class _Walker:
                     self._file(entry, child, rules)
 
     def _enters(self, entry: os.DirEntry[str], path: str, rules: tuple[_Rules, ...]) -> bool:
-        if entry.name in _VERSION_CONTROL:
-            return False
-        if entry.path == self.out or os.path.isdir(os.path.join(entry.path, MARK)):
+        if entry.name in _VERSION_CONTROL or entry.path == self.out:
+            return False  # without a word: the first run and the second must say the same
+        if os.path.isdir(os.path.join(entry.path, MARK)):
             self._say(path, "output", "pages that this program wrote")
             return False
         if _ignored(entry.path + "/", rules):
@@ -146,7 +146,7 @@ def _link(path: str, root: Path) -> str:
     """What a symbolic link is, in words; it is never followed."""
     try:
         target = Path(path).resolve(strict=True)
-    except OSError:
+    except (OSError, RuntimeError):  # Python 3.11 and 3.12 raise the second for a circle
         return "a symbolic link that leads nowhere or in a circle; not followed"
     if target.is_relative_to(root):
         return f"a symbolic link to {shown(target.relative_to(root).as_posix())}; not followed"

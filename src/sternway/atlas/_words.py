@@ -7,19 +7,20 @@ import re
 from sternway.atlas._records import Keyword
 
 _WORD = re.compile(r"(?<![\w.@/\\-])[^\W\d_]{3,}(?![\w@/\\]|\.\w)")
-STOP_WORDS = frozenset(
-    "about above across after again against all almost along already also although always among and any are around "
-    "back became because become been before being below between both but came can cannot cause come could did does "
-    "doing done down during each either else enough etc even ever every few first for from further gave get gets "
-    "getting give given gives goes going got had has have having hence her here hers him his how however into its "
-    "itself just keep kept know last least less let like likely made make makes making many may maybe mean means might "
-    "more most much must need needs neither never next nor not nothing now off often once one ones only other others "
-    "otherwise our ours out over own per perhaps please put quite rather really same see seen several shall she should "
-    "since some something still such take taken than that the their theirs them then there therefore these they thing "
-    "things this those though three through thus together too took toward two under unless until upon use used uses "
-    "using usually various very via want was way well were what whatever when where whether which while who whole whom "
-    "whose why will with within without would yes yet you your yours".split()
-)
+_TEXT = """
+about above across after again against all almost along already also although always among and any are around back
+became because become been before being below between both but came can cannot cause come could did does doing done
+down during each either else enough etc even ever every few first for from further gave get gets getting give given
+gives goes going got had has have having hence her here hers him his how however into its itself just keep kept know
+last least less let like likely made make makes making many may maybe mean means might more most much must need needs
+neither never next nor not nothing now off often once one ones only other others otherwise our ours out over own per
+perhaps please put quite rather really same see seen several shall she should since some something still such take
+taken than that the their theirs them then there therefore these they thing things this those though three through
+thus together too took toward two under unless until upon use used uses using usually various very via want was way
+well were what whatever when where whether which while who whole whom whose why will with within without would yes yet
+you your yours
+"""
+STOP_WORDS = frozenset(_TEXT.split())
 
 
 class Words:

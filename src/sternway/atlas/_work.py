@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-
 from sternway.atlas import _ctags
-from sternway.atlas._blocks import Page
+from sternway.atlas._blocks import Items, Page, To, section, sections
 from sternway.atlas._context import Context
 from sternway.atlas._facts import read_facts
 from sternway.atlas._file_page import file_docs
 from sternway.atlas._html import index_html, to_html
 from sternway.atlas._index import (
     SPLIT_ABOVE,
+    Entry,
     entries_by_letter,
     file_html,
     file_markdown,
@@ -32,7 +32,7 @@ from sternway.atlas._modules import Name
 from sternway.atlas._names import file_page, folder_page, shown
 from sternway.atlas._records import Facts, pack, pack_keywords, unpack
 from sternway.atlas._search import shards
-from sternway.atlas._store import Written, digest, facts_file, write
+from sternway.atlas._store import Written, facts_file, write
 from sternway.atlas._text import lines_of, read
 
 
@@ -48,6 +48,7 @@ class Output(NamedTuple):
     path: str
     written: Written
     links: Links | None
+    changed: bool
 
 
 class Done(NamedTuple):
@@ -135,7 +136,7 @@ class Index(NamedTuple):
         entries = merge((path, load_keywords(self.place.out, path)) for path in self.paths)
         if self.search:
             made = shards(entries, list(self.paths)).items()
-            return Done(tuple(_plain(self.place.out, f"_site/search/{name}", self.key, text) for name, text in made))
+            return Done(tuple(plain(self.place.out, f"_site/search/{name}", self.key, text) for name, text in made))
         letters = entries_by_letter(entries)
         title = f"Keywords below {shown(self.folder) or self.place.tree}"
         if len(entries) <= SPLIT_ABOVE:
@@ -147,7 +148,7 @@ class Index(NamedTuple):
         ]
         return Done((*outputs, *self._overview(title, {letter: len(group) for letter, group in letters.items()})))
 
-    def _pages(self, name: str, title: str, letters: dict[str, list[object]]) -> Iterator[Output]:
+    def _pages(self, name: str, title: str, letters: dict[str, list[Entry]]) -> Iterator[Output]:
         page = folder_page(self.folder, name)
         text = subtree_markdown(f"{page}.md", title, letters)
         yield from _write(self.place.out, f"{page}.md", self.key, text)
@@ -156,8 +157,6 @@ class Index(NamedTuple):
         yield from _write(self.place.out, f"{page}.html", self.key, text)
 
     def _overview(self, title: str, letters: dict[str, int]) -> Iterator[Output]:
-        from sternway.atlas._blocks import Items, To, section, sections
-
         items = tuple(
             (To(f"sub_{letter.replace('-', '')}", self.folder, letter), f": {count:,} entries")
             for letter, count in letters.items()
@@ -186,12 +185,14 @@ def render(place: Place, page: Page, key: str) -> Iterator[Output]:
 
 
 def _write(out: Path, page: str, key: str, text: str) -> Iterator[Output]:
-    made = write(out / page, text)
-    yield Output(page, Written(key, *made), read_links(page, text))
+    digest, size, changed = write(out / page, text)
+    yield Output(page, Written(key, digest, size), read_links(page, text), changed)
 
 
-def _plain(out: Path, path: str, key: str, text: str) -> Output:
-    return Output(path, Written(key, *write(out / path, text)), None)
+def plain(out: Path, path: str, key: str, text: str) -> Output:
+    """A file without links of its own."""
+    digest, size, changed = write(out / path, text)
+    return Output(path, Written(key, digest, size), None, changed)
 
 
 def _lines(out: Path, path: str) -> list[str]:

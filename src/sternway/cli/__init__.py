@@ -55,11 +55,12 @@ def _options(
 def main() -> None:
     """Run the command line; an error that we raised on purpose is one line, not a traceback."""
     from rich.console import Console
+    from rich.markup import escape
 
     from sternway.errors import SternwayError
 
     try:
         app()
     except SternwayError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         raise SystemExit(2) from None

@@ -89,12 +89,16 @@ def _show(report: Report, *, checked: bool) -> None:
     table.add_row("broken links", f"{len(report.broken):,}")
     table.add_row("seconds", f"{report.seconds:.1f}")
     console.print(table)
-    said = [f"{item.path}: {item.kind}, {item.text}" for item in report.problems if item.kind not in ("ignored", "output")]
+    said = [
+        f"{item.path}: {item.kind}, {item.text}" for item in report.problems if item.kind not in ("ignored", "output")
+    ]
     _list(console, "Files with something to say", said)
     _list(console, "Broken links", [f"{item.page} → {item.target}" for item in report.broken])
     _list(console, "Stale", list(report.stale))
     if checked:
-        console.print("[green]The pages are those of this source.[/green]" if report.ok else "[red]Not up to date.[/red]")
+        console.print(
+            "[green]The pages are those of this source.[/green]" if report.ok else "[red]Not up to date.[/red]"
+        )
     else:
         console.print(f"Open {escape(report.out)}/index.html", highlight=False, soft_wrap=True)
 
@@ -103,4 +107,6 @@ def _list(console: Console, title: str, lines: list[str]) -> None:
     if lines:
         console.print(f"{title}:" + (f" {_SHOWN} of {len(lines):,}, all with --json" if len(lines) > _SHOWN else ""))
         for line in lines[:_SHOWN]:
-            console.print(f"  {escape(line.encode('utf-8', 'backslashreplace').decode())}", highlight=False, soft_wrap=True)
+            console.print(
+                f"  {escape(line.encode('utf-8', 'backslashreplace').decode())}", highlight=False, soft_wrap=True
+            )

@@ -34,14 +34,12 @@ const atlas = (() => {
     const name = key(query);
     if (known.has(name)) await load(name);
     const hits = [];
-    for (const [word, kind, count, places] of shards.get(name) ?? []) {
-      const value = score(word, kind, query);
-      if (value === Infinity) continue;
-      for (let i = 0; i < places.length; i += 2) {
-        const [path, page] = files[places[i]];
-        hits.push({ name: word, kind, value: value + i / 1000, path, line: places[i + 1], page,
-          more: i === 0 && count > places.length / 2 ? count - places.length / 2 : 0 });
-      }
+    for (const [word, count, places] of shards.get(name) ?? []) {
+      places.forEach(([file, line, kind], i) => {
+        const value = score(word, kind, query), [path, page] = files[file];
+        if (value < Infinity) hits.push({ name: word, kind, value: value + i / 1000, path, line, page,
+          more: i === 0 ? count - places.length : 0 });
+      });
     }
     files.forEach(([path, page]) => {
       const at = path.toLowerCase().lastIndexOf(query);
