@@ -123,6 +123,7 @@ _LISTS: dict[str, Any] = {
     "options": Option,
     "subscripts": tuple,
 }
+_NESTED = (Definition, Module, Option)  # their fields may be tuples
 
 
 def pack(facts: Facts) -> str:
@@ -139,8 +140,10 @@ def unpack(text: str) -> Facts:
     """
     values = dict(zip(Facts._fields, json.loads(text), strict=True))
     for name, record in _LISTS.items():
-        make = tuple if record is tuple else record._make
-        values[name] = tuple(make(_frozen(item)) for item in values[name])
+        if record in _NESTED:
+            values[name] = tuple([record._make(_frozen(item)) for item in values[name]])
+        else:
+            values[name] = tuple(map(tuple if record is tuple else record._make, values[name]))
     values["exports"] = tuple(values["exports"])
     return Facts(**values)
 
