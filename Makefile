@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test check lint format bench clean
+.PHONY: setup demo atlas test check lint format bench clean
 
 setup: $(READY)
 
@@ -16,6 +16,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/sternway split
 	$(BIN)/sternway demo
+
+atlas: $(READY)
+	$(BIN)/sternway atlas src --out build/atlas
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -37,6 +40,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/schedule/main.py
 	$(BIN)/python benchmarks/pipeline/main.py
 	$(BIN)/python benchmarks/graph/main.py
+	$(BIN)/python benchmarks/atlas/main.py
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

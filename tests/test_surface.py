@@ -109,6 +109,7 @@ SURFACE = {
         "profile",
     ],
     "sternway.dropin.pipelining_backward": ["stage_backward", "stage_backward_input", "stage_backward_weight"],
+    "sternway.atlas": ["Broken", "Problem", "Report", "build", "check"],
     "sternway.cli": ["app", "main"],
 }
 
@@ -126,6 +127,8 @@ def test_names(room: str) -> None:
         ("import sternway", "torch"),
         ("import sternway.schedule", "torch"),
         ("import sternway.viewer", "torch"),
+        ("import sternway.atlas", "torch"),
+        ("import sternway.cli", "torch"),
         ("import sternway.split", "typer"),
         ("import sternway.saved", "rich"),
     ],

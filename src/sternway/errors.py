@@ -12,6 +12,7 @@
     │   └── BackwardError    a backward that failed, explained: what broke it, where, and the usual fix
     ├── ViewerError          a report that cannot be drawn from what was passed
     ├── PipelineError        a pipeline that was put together wrongly, or that failed on some rank
+    ├── AtlasError           a source tree that cannot be documented as asked
     └── UnsupportedTorch     this release of torch is not one that we know how to work with
 
 Each message says three things: the rule, what was got instead, and how to mend it.
@@ -80,6 +81,10 @@ class ViewerError(SternwayError):
 
 class PipelineError(SternwayError):
     """A pipeline that was put together wrongly, or that failed on some rank."""
+
+
+class AtlasError(SternwayError):
+    """A source tree that cannot be documented as asked."""
 
 
 class UnsupportedTorch(SternwayError):  # noqa: N818 - reads as what it is

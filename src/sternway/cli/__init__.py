@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from typing import Annotated, Any
 
 import typer
 
 from sternway import __version__
-from sternway.cli._demo import demo
-from sternway.cli._doctor import doctor
-from sternway.cli._graph import graph
-from sternway.cli._plan import plan
-from sternway.cli._saved import saved
-from sternway.cli._split import split
 
 __all__ = ["app", "main"]
 
+COMMANDS = ("atlas", "demo", "doctor", "graph", "plan", "saved", "split")  # each is a function of _name.py
+
+
+class _Commands(typer.core.TyperGroup):
+    """Subcommands that are imported when they are used: most need torch, and torch takes seconds to import."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
+        one.command(cmd_name)(getattr(importlib.import_module(f"sternway.cli._{cmd_name}"), cmd_name))
+        return typer.main.get_command(one)
+
+
 app = typer.Typer(
     name="sternway",
+    cls=_Commands,
     help="Command of PyTorch's backward pass.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -39,22 +52,15 @@ def _options(
     pass
 
 
-app.command()(demo)
-app.command()(doctor)
-app.command()(graph)
-app.command()(plan)
-app.command()(saved)
-app.command()(split)
-
-
 def main() -> None:
     """Run the command line; an error that we raised on purpose is one line, not a traceback."""
     from rich.console import Console
+    from rich.markup import escape
 
     from sternway.errors import SternwayError
 
     try:
         app()
     except SternwayError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         raise SystemExit(2) from None

@@ -1,0 +1,174 @@
+"""Is what the atlas writes true, and what does it cost? Over the installed torch package, or any package.
+
+    python benchmarks/atlas/main.py [--source FOLDER] [--json] [--pages FOLDER]
+
+Truth: every claim is read back from the written Markdown (``claims.py``) and compared with a table made apart from the
+atlas (``truth.py``: ast, symtable and tokenize). Cost: ``sternway atlas`` as a command, cold, then unchanged, then cold
+again into another folder, whose bytes are compared. Memory is the largest sum over the command and its workers, sampled
+from /proc every 50 ms. ``--pages``: compare pages that are there already, and time nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import claims
+from truth import Truth
+
+MIB = 2**20
+ONLY_LISTED = "called at"  # lists are cut at 40; the whole number is claimed apart
+
+
+@dataclass(frozen=True)
+class Row:
+    kind: str
+    claimed: int
+    true: int
+    precision: float
+    recall: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    what: str
+    seconds: float
+    cpu_seconds: float
+    peak_mib: float
+    report: dict[str, object]
+
+
+def run(source: Path, out: Path, what: str) -> Cost:
+    """The command, timed and weighed."""
+    command = [sys.executable, "-c", "from sternway.cli import main; main()", "atlas", str(source), "--out", str(out)]
+    before, start = os.times(), time.perf_counter()
+    process = subprocess.Popen([*command, "--include", "*.py", "--json"], stdout=subprocess.PIPE)
+    peak = 0
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.05):
+            peak = max(peak, sum(map(_resident, _family(process.pid))))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    text, _ = process.communicate()
+    seconds = time.perf_counter() - start
+    done.set()
+    watcher.join()
+    after = os.times()
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    return Cost(what, seconds, used, peak / MIB, json.loads(text))
+
+
+def _family(pid: int) -> Iterator[int]:
+    yield pid
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return
+    for child in children:
+        yield from _family(int(child))
+
+
+def _resident(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def compare(source: Path, out: Path) -> list[Row]:
+    """Precision and recall of each kind of claim."""
+    said, truth = claims.read(out), Truth(source)
+    calls = truth.claims[ONLY_LISTED]
+    totals = Counter((path, name) for path, name, _, _ in calls)
+    truth.claims["number of calls"] = {(*place, count) for place, count in totals.items()}
+    rows = []
+    for kind, wanted in sorted(truth.claims.items()):
+        found = {claim for claim in said[kind] if claim[0] in truth.files}
+        right = found & wanted
+        if kind == "identifier":
+            right |= found & truth.allowed
+        missing = wanted - found
+        if kind == ONLY_LISTED:
+            missing = {claim for claim in missing if totals[claim[0], claim[1]] <= 40}
+        hit = len(wanted) - len(missing)
+        rows.append(Row(kind, len(found), len(wanted), len(right) / max(len(found), 1), hit / max(len(wanted), 1)))
+        if os.environ.get("ATLAS_SHOW") == kind:
+            print("WRONG", *sorted(found - right, key=str)[:12], "MISSING", *sorted(missing, key=str)[:12], sep="\n  ")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--source", type=Path, help="a package's folder; the installed torch if not given")
+    parser.add_argument("--pages", type=Path, help="pages of that source: only compare them with the truth")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    source = args.source.resolve() if args.source else _torch()
+    costs: list[Cost] = []
+    same = None
+    with tempfile.TemporaryDirectory() as folder:
+        out = args.pages or Path(folder) / "first"
+        if not args.pages:
+            costs = [
+                run(source, out, "cold"),
+                run(source, out, "unchanged"),
+                run(source, Path(folder) / "second", "cold again"),
+            ]
+            same = digests(out) == digests(Path(folder) / "second")
+        rows = compare(source, out)
+    if args.json:
+        print(
+            json.dumps(
+                {"costs": [asdict(cost) for cost in costs], "same_bytes": same, "rows": [asdict(row) for row in rows]}
+            )
+        )
+        return
+    print(f"{source.name}: Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
+    if costs:
+        print(
+            "| run | wall | CPU | peak memory, all processes | pages written | broken links |\n| --- | ---: | ---: | ---: | ---: | ---: |"
+        )
+        for cost in costs:
+            broken = len(cost.report["broken"])  # type: ignore[arg-type]
+            print(
+                f"| {cost.what} | {cost.seconds:.1f} s | {cost.cpu_seconds:.1f} s | {cost.peak_mib:,.0f} MiB | {cost.report['written']:,} | {broken} |"
+            )
+        print(f"\nThe two cold runs wrote {'the same' if same else 'DIFFERENT'} bytes.\n")
+    print("| kind of claim | claimed | true | precision | recall |\n| --- | ---: | ---: | ---: | ---: |")
+    for row in rows:
+        print(f"| {row.kind} | {row.claimed:,} | {row.true:,} | {row.precision:.4f} | {row.recall:.4f} |")
+
+
+def _torch() -> Path:
+    code = "import importlib.util; print(importlib.util.find_spec('torch').submodule_search_locations[0])"
+    return Path(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+
+
+if __name__ == "__main__":
+    main()

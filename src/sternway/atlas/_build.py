@@ -1,0 +1,145 @@
+"""``build`` writes a tree's pages; ``check`` says whether they are still true."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from sternway.atlas import _measure
+from sternway.atlas._links import Broken, Links, read_links
+from sternway.atlas._links import check as check_links
+from sternway.atlas._pool import Pool, Progress
+from sternway.atlas._report import Report
+from sternway.atlas._run import Run
+from sternway.atlas._store import Manifest, digest, generator
+from sternway.atlas._tree import Problem
+
+
+def build(
+    source: Path | str,
+    out: Path | str,
+    *,
+    include: Iterable[str] = (),
+    jobs: int | None = None,
+    measure: str | None = None,
+    measure_seconds: float = 300.0,
+    progress: Progress | None = None,
+) -> Report:
+    """Write pages for every text file and folder of a source tree.
+
+    Example:
+        >>> report = build("src", "build/atlas")  # doctest: +SKIP
+        >>> report.ok  # doctest: +SKIP
+        True
+
+    Args:
+        source: the root of the tree. Nothing in it is imported or run, unless ``measure`` asks for it.
+        out: the folder for pages: new, empty, or written by an earlier run.
+        include: patterns as in a ``.gitignore``; if given, only files that match one get pages.
+        jobs: how many processes; as many as there are cores if None.
+        measure: ``path.py:function``, which returns a model and a sample, or a loss and its model. It is run in a
+            process of its own.
+        measure_seconds: how long that may take.
+        progress: called with a phase's name, how many of its jobs are done, and of how many.
+
+    Raises:
+        AtlasError: the source is no folder, or the output is somebody else's.
+    """
+    start = time.perf_counter()
+    run = Run(Path(source), Path(out), tuple(include))
+    measured = _measure.measure(measure, run.tree.root, run.place.out, measure_seconds) if measure else run.measured()
+    before = run.before
+    if before is not None and run.unchanged(before, measured):
+        return report(run, before, kept=len(before.pages), seconds=time.perf_counter() - start)
+    run.prepare()
+    with Pool(jobs, progress) as pool:
+        run.read(pool)
+        run.describe(pool, measured)
+    manifest, removed = run.finish(measured)
+    return report(
+        run,
+        manifest,
+        written=run.made,
+        kept=len(run.pages) - run.made,
+        removed=removed,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def check(source: Path | str, out: Path | str, *, include: Iterable[str] = ()) -> Report:
+    """Compare pages with their source, and follow every link in what is on disk; nothing is written.
+
+    Args:
+        source: the root of the tree.
+        out: the folder that ``build`` wrote.
+        include: as for ``build``.
+
+    Returns:
+        A report whose ``stale`` says what differs, one line each, and whose ``broken`` are links that do not arrive.
+    """
+    start = time.perf_counter()
+    run = Run(Path(source), Path(out), tuple(include))
+    if run.before is None:
+        manifest = Manifest(generator(), "", run.sources, {}, (), (), 0, {}, 0)
+        stale: tuple[str, ...] = ("there are no pages yet",)
+        return report(run, manifest, stale=stale, seconds=time.perf_counter() - start)
+    links: dict[str, Links] = {}
+    stale = tuple(_stale(run, run.before, links))
+    broken = check_links(links, [page for page in run.before.pages if page not in links])
+    manifest = run.before._replace(broken=tuple((item.page, item.target) for item in broken))
+    return report(run, manifest, kept=len(manifest.pages), stale=stale, seconds=time.perf_counter() - start)
+
+
+def _stale(run: Run, before: Manifest, links: dict[str, Links]) -> Iterator[str]:
+    if before.generator != generator():
+        yield "another version of the program wrote the pages"
+    if before.options != digest(run.options, run.measured()):
+        yield "the pages were written with other options, or a measured file has changed"
+    for path in sorted({*before.sources, *run.sources}):
+        if path not in run.sources:
+            yield f"{path} is gone"
+        elif path not in before.sources:
+            yield f"{path} is new"
+        elif before.sources[path] != run.sources[path]:
+            yield f"{path} has changed"
+    for page, written in sorted(before.pages.items()):
+        try:
+            data = (run.place.out / page).read_bytes()
+        except OSError:
+            yield f"the page {page} is missing"
+            continue
+        if hashlib.sha256(data).hexdigest() != written.digest:
+            yield f"the page {page} was changed by hand"
+        if page.endswith((".md", ".html")):
+            links[page] = read_links(page, data.decode("utf-8", "replace"))
+
+
+def report(
+    run: Run,
+    manifest: Manifest,
+    *,
+    written: int = 0,
+    kept: int = 0,
+    removed: int = 0,
+    stale: tuple[str, ...] = (),
+    seconds: float,
+) -> Report:
+    """A report of a run from what its manifest says."""
+    return Report(
+        source=str(run.tree.root),
+        out=str(run.place.out),
+        files=len(manifest.sources),
+        folders=len(run.tree.folders),
+        lines=manifest.lines,
+        languages=manifest.languages,
+        written=written,
+        kept=kept,
+        removed=removed,
+        problems=tuple(Problem(*row) for row in manifest.problems),
+        broken=tuple(Broken(*row) for row in manifest.broken),
+        stale=stale,
+        unresolved=manifest.unresolved,
+        seconds=seconds,
+    )

@@ -1,0 +1,158 @@
+"""What is known of one file: plain named tuples, which go to JSON and come back (``pack``, ``unpack``).
+
+Named tuples, not dataclasses: a large tree has millions of them, and they cross between processes.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+
+class Definition(NamedTuple):
+    """A class, function, method or other named thing, where it is defined."""
+
+    name: str  # "Graph.capture": dotted within the file
+    kind: str  # "class", "function", "method", "variable"; other languages: whatever their parser says
+    line: int
+    end: int
+    signature: str = ""  # "(self, x: int) -> str"; for a class, its bases: "(Base, Mixin)"
+    decorators: tuple[str, ...] = ()
+    doc: str = ""  # the docstring's first paragraph
+    is_async: bool = False
+    raises: tuple[str, ...] = ()  # documented exceptions, by griffe
+
+
+class Import(NamedTuple):
+    """One name that an import statement binds."""
+
+    line: int
+    module: str  # as written, without the dots of a relative import
+    level: int  # how many dots
+    name: str  # "" for `import module`; "*" for all
+    bound: str  # the name in this file
+    where: str  # "module", "function" or "typing": run on import, run later, or never run
+
+
+class Call(NamedTuple):
+    """One call, with its callee as an absolute dotted name where imports and scopes tell it."""
+
+    name: str
+    line: int
+    scope: str  # the definition that it stands in, "" at the top
+
+
+class Base(NamedTuple):
+    """One base class of a class."""
+
+    owner: str
+    name: str  # absolute where known, else as written
+    line: int
+
+
+class Fact(NamedTuple):
+    """One thing found by parsing, for one section of the page.
+
+    ``text`` is what was found, as code; ``note`` says more in words.
+    """
+
+    section: str  # "patterns", "performance", "security", "testing", or one of the training kinds
+    kind: str  # "async function", "torch.load", …
+    text: str
+    line: int
+    note: str = ""
+
+
+class Module(NamedTuple):
+    """An ``nn.Module`` by its bases, with what its ``__init__`` puts inside."""
+
+    name: str
+    line: int
+    base: str
+    forward: str  # its signature, "" if it has none of its own
+    forward_line: int
+    parts: tuple[tuple[str, str, int], ...]  # attribute, constructor, line
+
+
+class Option(NamedTuple):
+    """A setting that a program takes: a command line option, an environment variable, a key."""
+
+    kind: str  # "option", "environment", "key"
+    name: str
+    line: int
+    default: str
+    reads: tuple[int, ...]
+
+
+class Keyword(NamedTuple):
+    """An identifier or a word, the line that defines it (0: none here), and every line that has it, in order."""
+
+    name: str
+    kind: str  # "class", "function", …, "name" (used, defined elsewhere), "word"
+    line: int
+    uses: tuple[int, ...]
+
+
+class Facts(NamedTuple):
+    """All that parsing one file gives, before other files are looked at."""
+
+    language: str
+    parser: str  # "ast", "ctags", "keys", "words"
+    problem: str = ""  # why a better parser could not be used
+    purpose: str = ""
+    purpose_line: int = 0
+    definitions: tuple[Definition, ...] = ()
+    imports: tuple[Import, ...] = ()
+    calls: tuple[Call, ...] = ()
+    bases: tuple[Base, ...] = ()
+    facts: tuple[Fact, ...] = ()
+    modules: tuple[Module, ...] = ()
+    options: tuple[Option, ...] = ()
+    subscripts: tuple[tuple[str, int], ...] = ()  # literal keys that are read
+    exports: tuple[str, ...] = ()
+    main_line: int = 0  # `if __name__ == "__main__"`
+
+
+_LISTS: dict[str, Any] = {
+    "definitions": Definition,
+    "imports": Import,
+    "calls": Call,
+    "bases": Base,
+    "facts": Fact,
+    "modules": Module,
+    "options": Option,
+    "subscripts": tuple,
+}
+_NESTED = (Definition, Module, Option)  # their fields may be tuples
+
+
+def pack(facts: Facts) -> str:
+    return json.dumps(facts, ensure_ascii=True, separators=(",", ":"))
+
+
+def unpack(text: str) -> Facts:
+    """The inverse of ``pack``.
+
+    Example:
+        >>> facts = Facts("Python", "ast", bases=(Base("A", "nn.Module", 3),))
+        >>> unpack(pack(facts)) == facts
+        True
+    """
+    values = dict(zip(Facts._fields, json.loads(text), strict=True))
+    for name, record in _LISTS.items():
+        if record in _NESTED:
+            values[name] = tuple([record._make(_frozen(item)) for item in values[name]])
+        else:
+            values[name] = tuple(map(tuple if record is tuple else record._make, values[name]))
+    values["exports"] = tuple(values["exports"])
+    return Facts(**values)
+
+
+def _frozen(item: list[Any]) -> tuple[Any, ...]:
+    return tuple(_frozen(value) if isinstance(value, list) else value for value in item)
+
+
+def pack_keywords(keywords: list[Keyword]) -> str:
+    """Only what the indexes of folders need of them: name, kind, and one line."""
+    rows = [(word.name, word.kind, word.line or word.uses[0]) for word in keywords]
+    return json.dumps(rows, ensure_ascii=True, separators=(",", ":"))

@@ -1,0 +1,41 @@
+"""What a run did, in one record: for the terminal, for JSON, for CI."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sternway.atlas._links import Broken
+from sternway.atlas._tree import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of ``build`` or ``check``."""
+
+    source: str
+    out: str
+    files: int
+    folders: int
+    lines: int
+    languages: dict[str, int]
+    written: int
+    kept: int
+    removed: int
+    problems: tuple[Problem, ...]
+    broken: tuple[Broken, ...]
+    stale: tuple[str, ...]  # only from ``check``: why the pages are not those of this source
+    unresolved: int  # imports that should be in the tree and are not found there
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether no link is broken and, after a check, no page is stale."""
+        return not self.broken and not self.stale
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        record = asdict(self)
+        record["problems"] = [item._asdict() for item in self.problems]
+        record["broken"] = [item._asdict() for item in self.broken]
+        return {**record, "ok": self.ok}

@@ -1,0 +1,82 @@
+"""Measured facts: run apart, put on the pages of the files that define the modules, dropped when those change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from sternway import atlas
+from sternway.errors import AtlasError
+
+MODEL = """\
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+
+    def forward(self, x):
+        return torch.relu(self.up(x))
+
+
+def sample():
+    print("noise on the way")
+    return nn.Sequential(Block(), nn.Linear(8, 4)), torch.ones(3, 4)
+
+
+def forever():
+    while True:
+        pass
+
+
+def wrong():
+    return 3
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "model.py").write_text(MODEL)
+    (tmp_path / "src" / "other.py").write_text("x = 1\n")
+    return tmp_path / "src"
+
+
+def test_measured_facts_are_on_the_page(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = atlas.build(source, out, measure=f"{source}/model.py:sample")
+    assert report.ok
+    page = (out / "model.py_docs.md").read_text()
+    measured = page.partition("## Measured")[2].partition("## Original")[0]
+    assert "| `Block` | `0` | 40 | " in measured
+    assert "forward (F)" in measured
+    assert "76 parameters" in measured
+    assert "nodes in the backward graph" in measured
+    assert "torch" in measured
+    assert atlas.build(source, out).written == 0  # kept while the files are the same
+    assert atlas.check(source, out).ok
+    (source / "other.py").write_text("x = 2\n")
+    atlas.build(source, out)
+    assert "forward (F)" in (out / "model.py_docs.md").read_text()
+    (source / "model.py").write_text(MODEL + "\n# changed\n")
+    assert not atlas.check(source, out).ok
+    atlas.build(source, out)
+    assert "Not measured." in (out / "model.py_docs.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("target", "match"),
+    [
+        ("model.py:forever", "ends within 8 s"),
+        ("model.py:wrong", "a model and a sample"),
+        ("model.py:nothing", "a function of that name"),
+        ("nowhere.py:x", "path/to/file.py:function"),
+    ],
+)
+def test_what_cannot_be_measured(source: Path, tmp_path: Path, target: str, match: str) -> None:
+    with pytest.raises(AtlasError, match=match):
+        atlas.build(source, tmp_path / "out", measure=target, measure_seconds=8 if "forever" in target else 120)
