@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sternway.errors import SplitError
+from sternway.split._compiled._offer import Offer
 from sternway.split._pending import Catch, Pending
-from sternway.split._plan import Cut, make_plan
+from sternway.split._plan import Compiled, Cut, make_plan
 from sternway.split._target import Edge, Node
 from sternway.split._tree import leaves, pair_leaves, replace_leaves
 from sternway.split._unsupported import refuse_resharded
@@ -59,16 +60,21 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
     plan = make_plan([_edge(tensor) for tensor in tensors], set(wanted.values()))
 
     edges = dict.fromkeys(wanted.values())
-    edges |= dict.fromkeys([(leaf, 0) for leaf in plan.ready])
+    edges |= dict.fromkeys([(leaf, 0) for leaf in (*plan.ready, *plan.triggers)])
     edges |= dict.fromkeys([(cut.node, 0) for cut in plan.cuts if not cut.runs_in_i])
-    with _catching(plan.cuts) as catches, _hidden_hooks(plan.ready), _stopped(plan.inner) as stopped:
+    with (
+        _catching(plan.cuts) as catches,
+        _offering(plan.compiled) as offers,
+        _hidden_hooks([*plan.ready, *plan.triggers]),
+        _stopped(plan.inner) as stopped,
+    ):
         found = torch.autograd.grad(tensors, [GradientEdge(*edge) for edge in edges], grads, allow_unused=True)
     grad_at = dict(zip(edges, found, strict=True)) | stopped
     for catch in catches:
         if not catch.cut.runs_in_i:
             catch.grads.append((grad_at[catch.cut.node, 0],))
     ready = [(leaf, grad) for leaf in plan.ready if (grad := grad_at[leaf, 0]) is not None]
-    pending = Pending(catches, ready)
+    pending = Pending(catches, ready, [part for offer in offers for part in offer.parts])
     refuse_resharded(pending.deferred)
     return replace_leaves(lambda leaf: grad_at[wanted[id(leaf)]] if id(leaf) in wanted else None, inputs), pending
 
@@ -88,6 +94,22 @@ def _catching(cuts: list[Cut]) -> Iterator[list[Catch]]:
                     handles.append(catch.cut.node.register_prehook(catch.grads.append))
         yield catches
     finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _offering(compiled: list[Compiled]) -> Iterator[list[Offer]]:
+    """While the engine runs, let compiled graphs leave their weight gradients to W."""
+    offers = [Offer(each.node, each.positions) for each in compiled]
+    handles = []
+    try:
+        for offer in offers:
+            handles += [offer.node.register_prehook(offer.before), offer.node.register_hook(offer.after)]
+        yield offers
+    finally:
+        for offer in offers:
+            offer.open = False
         for handle in handles:
             handle.remove()
 

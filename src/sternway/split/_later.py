@@ -21,6 +21,8 @@ class Later:
     """
 
     __slots__ = ("_compute", "_versions", "kept")
+    is_computed = False  # whether only the accumulation waits
+    own = False  # whether what is computed is known to share memory with nothing
 
     def __init__(self, compute: Callable[..., Tensor], *kept: Tensor) -> None:
         self._compute = compute

@@ -71,12 +71,19 @@ class Part:
     def value(self, transposed: bool = False) -> Tensor:
         return self.grad if self.later is None else self.later.gradient(self.grad, transposed)
 
+    def is_computed(self) -> bool:
+        """Whether W has nothing to compute here."""
+        return self.later is None or self.later.is_computed
+
     def compute_if_from(self, storages: set[int]) -> None:
         """Compute the value now, if it is made from one of these storages."""
         if self.later is not None and any(kept.data_ptr() in storages for kept in self.later.kept):
             self.check()
             self.grad, self.later = _reduced(self), None
             self.version = self.grad._version
+
+    def storages(self) -> set[int]:
+        return {tensor.untyped_storage().data_ptr() for tensor in self.tensors() if tensor.layout == torch.strided}
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.grad, *(self.later.kept if self.later is not None else ()))
@@ -96,7 +103,12 @@ class Pending:
     Dropping it frees what it holds; the parameters then never get these gradients.
     """
 
-    def __init__(self, catches: Iterable[Catch], ready: Iterable[tuple[Node, Tensor]]) -> None:
+    def __init__(
+        self,
+        catches: Iterable[Catch],
+        ready: Iterable[tuple[Node, Tensor]],
+        compiled: Iterable[tuple[Node, Tensor | Later]] = (),
+    ) -> None:
         self._state = "waiting"
         self._direct: dict[Node, list[Part]] = {}
         self._groups: deque[_Group] = deque()
@@ -111,14 +123,18 @@ class Pending:
                     leaf, transposed = wait.target
                     self._direct.setdefault(leaf, []).append(Part(grad, later, wait.edge, transposed))
                     late[leaf] = None
-        for leaf, grad in ready:
-            self._direct.setdefault(leaf, []).append(Part(grad, None, (leaf, 0), False))
+        early: dict[Node, None] = {}
+        for leaf, found in (*ready, *compiled):
+            known = isinstance(found, Tensor)
+            part = Part(found if known else _NONE, None if known else found, (leaf, 0), False)
+            self._direct.setdefault(leaf, []).append(part)
+            (early if part.is_computed() else late)[leaf] = None
         for group in self._groups:
             for leaf in group.leaves:
                 group.parts += self._direct.pop(leaf, ())
         self.deferred: tuple[Tensor, ...] = tuple([leaf.variable for leaf in late])
         """Parameters whose gradient is computed in ``run()``, at least in part."""
-        self.ready: tuple[Tensor, ...] = tuple([leaf.variable for leaf, _ in ready if leaf not in late])
+        self.ready: tuple[Tensor, ...] = tuple([leaf.variable for leaf in early if leaf not in late])
         """Parameters whose gradient is computed already and only waits to be accumulated."""
 
     def _group(self, part: Part, late: dict[Node, None]) -> None:
@@ -137,8 +153,8 @@ class Pending:
     def nbytes(self) -> int:
         """Bytes held until ``run()``, each storage once, the parameters' own not counted."""
         parts = [*chain(*self._direct.values()), *chain(*(group.parts for group in self._groups))]
-        tensors = [tensor for part in parts for tensor in part.tensors()]
-        return storage_bytes(tensors, [*self.deferred, *self.ready])
+        tensors = {id(tensor): tensor for part in parts for tensor in part.tensors()}
+        return storage_bytes(list(tensors.values()), [*self.deferred, *self.ready])
 
     def run(self) -> None:
         """Compute the gradients that wait, add them to ``.grad``, and run the parameters' hooks.
@@ -196,6 +212,7 @@ class Pending:
         )
 
 
+_NONE = torch.empty(0)  # stands for the gradient, where what waits needs none
 _ORDINARY = (Tensor, torch.nn.Parameter)
 
 
@@ -235,12 +252,12 @@ def _own(value: Tensor, parameter: Tensor, part: Part) -> Tensor:
     """``value`` as a first ``.grad``: of the parameter's type and layout, and sharing memory with nothing."""
     if value.layout != torch.strided:
         return value.clone() if part.later is None else value
-    shared = {t.untyped_storage().data_ptr() for t in part.tensors() if t.layout == torch.strided}
+    shared = () if part.later is not None and part.later.own else part.storages()
     dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
     if (
         value.dtype == parameter.dtype
         and (value.stride() == parameter.stride() if dense else value.is_contiguous())
-        and value.untyped_storage().data_ptr() not in shared
+        and (not shared or value.untyped_storage().data_ptr() not in shared)
     ):
         return value
     like = torch.empty_like(parameter) if dense else torch.empty_like(parameter, memory_format=torch.contiguous_format)
