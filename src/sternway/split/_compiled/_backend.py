@@ -12,13 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 from torch.nn import Parameter
 
 from sternway.errors import SplitError
-from sternway.split._compiled._build import build, forbid_donation
+from sternway.split._compiled._build import Source, build, forbid_donation
 from sternway.split._compiled._partition import partition
+from sternway.split._compiled._report import CompiledGraph, describe
 
 
 def sternway(
@@ -44,7 +46,13 @@ def sternway(
                 'Install g++, or pass options={"inner": "eager"} to say that this is meant.',
                 stacklevel=2,
             )
-    parameters = frozenset(index for index, value in enumerate(inputs) if isinstance(value, Parameter))
+    parameters = {place: value for place, value in enumerate(inputs) if isinstance(value, Parameter)}
+    if mode == "reduce-overhead" or settings.get("triton.cudagraphs"):
+        raise SplitError(
+            "CUDA graphs keep one call's memory, while a split keeps several calls in flight",
+            got=f"mode={mode!r}" if mode else "triton.cudagraphs",
+            fix='pass mode="max-autotune-no-cudagraphs", or none',
+        )
     if inner == "inductor":
         from sternway.split._compiled._inductor import compile_with_inductor  # imported where there is a compiler
 
@@ -67,26 +75,28 @@ def _has_compiler(inputs: Sequence[Any]) -> bool:
     return any(shutil.which(name) for name in (names if isinstance(names, tuple | list) else (names,)) if name)
 
 
-def _with_nothing(module: GraphModule, inputs: Sequence[Any], parameters: frozenset[int]) -> Callable[..., Any]:
-    from functorch.compile import make_boxed_func
+def _with_nothing(module: GraphModule, inputs: Sequence[Any], parameters: dict[int, Parameter]) -> Callable[..., Any]:
+    forward: list[CompiledGraph] = []
+
+    def compile_forward(graph: GraphModule, examples: Sequence[Any]) -> Any:
+        forward[:] = [describe(graph, "F")]
+        return make_boxed_func(graph.forward)
 
     def compile_backward(graph: GraphModule, examples: Sequence[Any]) -> Any:
         forbid_donation()
-        halves, _, _ = build(
+        return build(
             graph,
             examples,
-            parameters,
+            Source(parameters, forward[0]),
             lambda half: (make_boxed_func(half.module.forward), []),
             lambda half: make_boxed_func(half.module.forward),
         )
-        return halves.boxed()
 
     compiler = aot_autograd(
-        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        fw_compiler=compile_forward,
         bw_compiler=compile_backward,
-        partition_fn=lambda joint, examples, **options: partition(
-            joint, examples, parameters, fuses=False, **options
-        ),
+        inference_compiler=lambda graph, examples: make_boxed_func(graph.forward),
+        partition_fn=lambda joint, examples, **options: partition(joint, examples, parameters, fuses=False, **options),
         keep_inference_input_mutations=True,
     )
     with torch._functorch.config.patch(enable_autograd_cache=False):

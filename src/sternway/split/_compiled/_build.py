@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch._guards import TracingContext
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+from torch.nn import Parameter
 
 from sternway.split._compiled._cut import halve, split_masked
 from sternway.split._compiled._extract import between, extract
 from sternway.split._compiled._halves import Boxed, Halves, Like, Wiring
-from sternway.split._compiled._ops import base, effects
+from sternway.split._compiled._inspect import KNOWN
+from sternway.split._compiled._ops import base, effects, nbytes
+from sternway.split._compiled._report import CompiledGraph, CompiledGraphs, describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ def forbid_donation() -> None:
         context.fw_metadata.bw_donated_idxs = []
 
 
-def weight_slots(module: GraphModule, parameters: frozenset[int]) -> set[int]:
+def weight_slots(module: GraphModule, parameters: Collection[int]) -> set[int]:
     """Which of a backward graph's outputs are gradients of parameters, given the parameters' places in the inputs."""
     slots = set()
     for slot, what in enumerate(output_of(module).meta.get("desc", ())):
@@ -49,26 +52,31 @@ def output_of(module: GraphModule) -> Node:
     return next(iter(reversed(module.graph.nodes)))
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What is known of a region before its backward is cut."""
+
+    parameters: dict[int, Parameter]  # by place among the region's inputs
+    forward: CompiledGraph
+
+
 def build(
     module: GraphModule,
     examples: Sequence[Any],
-    parameters: frozenset[int],
+    source: Source,
     compile_i: Callable[[Half], tuple[Boxed, Strides]],
     compile_w: Compile,
-) -> tuple[Halves, GraphModule, GraphModule | None]:
+) -> Boxed:
     """Cut a backward graph, compile its halves, and join them.
 
     Args:
         module: the backward graph; it is changed.
         examples: an example of each of its arguments.
-        parameters: which inputs of the whole are parameters.
+        source: the forward, and which inputs of the region are parameters.
         compile_i: compiles I, and says which strides its outputs have, as far as they differ from the graph's.
         compile_w: compiles W.
-
-    Returns:
-        The halves joined, and both graphs; W is None if no gradient waits.
     """
-    graph = module.graph
+    graph, parameters = module.graph, source.parameters.keys()
     split_masked(graph)
     outputs: list[Any] = list(output_of(module).args[0])  # type: ignore[arg-type]
     waiting = {slot for slot in weight_slots(module, parameters) if _can_wait(outputs[slot])}
@@ -79,9 +87,10 @@ def build(
     free = {node for node in placeholders if getattr(node.meta.get("desc"), "idx", None) in parameters}
 
     cut = halve(graph, list(grads.values()), list(others.values()), free)
-    computed = [node for node in cut.held if node.op != "placeholder"]
-    i_outputs = list(dict.fromkeys([*others.values(), *(grads[s] for s in grads if grads[s] in cut.early), *computed]))
+    early = {slot: node for slot, node in grads.items() if node in cut.early}
     late = {slot: node for slot, node in grads.items() if node not in cut.early}
+    computed = [node for node in cut.held if node.op != "placeholder"]
+    i_outputs = list(dict.fromkeys([*others.values(), *early.values(), *computed]))
     w_outputs = list(dict.fromkeys(late.values()))
 
     also = effects(graph)
@@ -89,12 +98,13 @@ def build(
     i_inputs = [node for node in placeholders if node in i_needs]
     w_inputs = [*(node for node in cut.held if node.op == "placeholder"), *computed]
     i_module = extract(module, i_inputs, i_outputs, also, "I")
-    w_module = extract(module, w_inputs, w_outputs, (), "W") if late else None
+    w_module = extract(module, w_inputs, w_outputs, (), "W")
+    report = _report(source.forward, i_module, w_module, free, tangents_of(graph), early.values(), len(late))
 
     i, strides = compile_i(Half(i_module, [examples[place[n]] for n in i_inputs], [place[n] for n in i_inputs]))
-    w = None
     at = {node: index for index, node in enumerate(i_outputs)}
-    if w_module is not None:
+    w = None
+    if late:
         w_examples = [
             examples[place[n]] if n in place else _strided(n.meta["val"], strides[at[n]] if strides else None)
             for n in w_inputs
@@ -105,13 +115,51 @@ def build(
         w_takes=tuple(place[n] for n in w_inputs if n in place),
         w_holds=tuple(at[n] for n in computed),
         from_i=tuple((slot, at[n]) for slot, n in others.items()),
-        early=tuple((slot, at[n]) for slot, n in grads.items() if n in cut.early),
+        early=tuple((slot, at[n]) for slot, n in early.items()),
         late=tuple((slot, w_outputs.index(n)) for slot, n in late.items()),
         own=_own(grads, others),
-        likes=tuple(_like(n) for n in (*(n for n in grads.values() if n in cut.early), *late.values())),
+        likes=tuple(_like(n) for n in (*early.values(), *late.values())),
         slots=len(outputs),
+        parameter=next((place[n] for n in placeholders if n in free), None),
     )
-    return Halves(i, w, wiring), i_module, w_module
+    halves = Halves(i, w, wiring, report)
+    for parameter in source.parameters.values():
+        halves.see(parameter)
+    KNOWN.add(halves)
+    return halves.boxed()
+
+
+def tangents_of(graph: Graph) -> set[Node]:
+    """The gradients that come from outside, among a joint or backward graph's placeholders."""
+    return {node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")}
+
+
+def _report(
+    forward: CompiledGraph,
+    i_module: GraphModule,
+    w_module: GraphModule,
+    free: set[Node],
+    tangents: set[Node],
+    early: Collection[Node],
+    late: int,
+) -> CompiledGraphs:
+    i, w = describe(i_module, "I"), describe(w_module, "W")
+    parameters, arriving = {node.name for node in free}, {node.name for node in tangents}
+    inside = {step.name for step in i.steps if step.op != "input"} | arriving
+    takes = [{s.name: s.nbytes for s in g.steps if s.op == "input" and s.name not in parameters} for g in (i, w)]
+    saved = {name: size for take in takes for name, size in take.items() if name not in inside}
+    return CompiledGraphs(
+        F=forward,
+        I=i,
+        W=w,
+        f_to_i=sum(size for name, size in takes[0].items() if name in saved),
+        f_to_w=sum(size for name, size in takes[1].items() if name in saved),
+        i_to_w=sum(size for name, size in takes[1].items() if name in inside)
+        + sum(nbytes(node.meta["val"]) for node in dict.fromkeys(early)),
+        held_after_f=sum(saved.values()),
+        early=len(early),
+        late=late,
+    )
 
 
 def _can_wait(node: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +12,10 @@ import torch
 from torch import Tensor
 
 from sternway.split._compiled._offer import take_offer
+from sternway.split._compiled._report import CompiledGraphs
 from sternway.split._later import Later
 
+_count = itertools.count()
 Boxed = Callable[[list[Any]], Sequence[Any]]  # a compiled graph: it empties the list as it goes
 
 
@@ -37,13 +41,17 @@ class Wiring:
     own: frozenset[int]  # slots whose gradient shares memory with nothing
     likes: tuple[Like, ...]  # of the weight gradients, early and late in their order
     slots: int
+    parameter: int | None  # the place of some parameter among the backward's arguments
 
 
 class Halves:
     """The backward of one compiled graph."""
 
-    def __init__(self, i: Boxed, w: Boxed | None, wiring: Wiring) -> None:
+    def __init__(self, i: Boxed, w: Boxed | None, wiring: Wiring, report: CompiledGraphs) -> None:
         self._i, self._w, self._wiring = i, w, wiring
+        self.report = report
+        self.order = next(_count)
+        self.seen: dict[int, weakref.ref[Tensor]] = {}  # parameters that it ran with, by id
         self._marks: dict[int, Tensor] = {}  # by slot
 
     def boxed(self) -> Boxed:
@@ -58,6 +66,8 @@ class Halves:
     def __call__(self, arguments: list[Any]) -> list[Any]:
         wiring = self._wiring
         offer = take_offer()
+        if wiring.parameter is not None and id(arguments[wiring.parameter]) not in self.seen:
+            self.see(arguments[wiring.parameter])
         held = [arguments[index] for index in wiring.w_takes]
         given = [arguments[index] for index in wiring.i_takes]
         arguments.clear()
@@ -87,6 +97,11 @@ class Halves:
                 laters[id(mark)] = Late(waiting, index, slot in wiring.own)
         offer.accept(laters)
         return results
+
+    def see(self, parameter: Tensor) -> None:
+        """Note that it ran with this parameter: one compiled graph serves many modules."""
+        key, seen = id(parameter), self.seen
+        seen[key] = weakref.ref(parameter, lambda _: seen.pop(key, None))
 
     def _make_marks(self) -> dict[int, Tensor]:
         """One number each, seen in the gradient's shape: the engine looks at them before we take them back."""

@@ -17,10 +17,12 @@ from torch._inductor import list_mode_options
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
+from torch.nn import Parameter
 
-from sternway.split._compiled._build import Half, Strides, build, forbid_donation
+from sternway.split._compiled._build import Half, Source, Strides, build, forbid_donation
 from sternway.split._compiled._halves import Boxed
 from sternway.split._compiled._partition import partition
+from sternway.split._compiled._report import CompiledGraph, describe
 
 
 class Partitioner(CustomPartitionerFn):
@@ -42,14 +44,17 @@ class Partitioner(CustomPartitionerFn):
 def compile_with_inductor(
     module: GraphModule,
     inputs: Sequence[Any],
-    parameters: frozenset[int],
+    parameters: dict[int, Parameter],
     mode: str | None,
     settings: dict[str, Any],
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs."""
+    forward: list[CompiledGraph] = []
 
     def inner_compile(graph: GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
         if not kwargs.get("is_backward"):
+            if not kwargs.get("is_inference"):
+                forward[:] = [describe(graph, "F")]
             return compile_fx_inner(graph, examples, **kwargs)
         forbid_donation()
         static = set(kwargs.pop("static_input_idxs", ()))
@@ -63,10 +68,9 @@ def compile_with_inductor(
                 compiled = compile_half(half)
             return compiled, list(strides or [])
 
-        halves, _, _ = build(graph, examples, parameters, compile_i, compile_half)
-        return halves.boxed()
+        return build(graph, examples, Source(parameters, forward[0]), compile_i, compile_half)
 
     modes = list_mode_options(mode) if mode else {}
-    config = {**modes, **settings, "custom_partitioner_fn": Partitioner(parameters)}
+    config = {**modes, **settings, "triton.cudagraphs": False, "custom_partitioner_fn": Partitioner(frozenset(parameters))}
     with torch._functorch.config.patch(enable_autograd_cache=False):
         return compile_fx(module, list(inputs), inner_compile=inner_compile, config_patches=config)

@@ -9,19 +9,20 @@ What ``torch.utils.checkpoint`` marks for recomputation is not saved.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from sternway.split._compiled._build import output_of, weight_slots
+from sternway.split._compiled._build import output_of, tangents_of, weight_slots
 from sternway.split._compiled._cut import spine_of
 from sternway.split._compiled._ops import base
 
 
 def partition(
-    joint: GraphModule, inputs: Any, parameters: frozenset[int], *, fuses: bool, **options: Any
+    joint: GraphModule, inputs: Any, parameters: Collection[int], *, fuses: bool, **options: Any
 ) -> tuple[GraphModule, GraphModule]:
     """The forward and the backward graph.
 
@@ -39,15 +40,14 @@ def partition(
     return default_partition(joint, inputs, **options)
 
 
-def save_operands(joint: GraphModule, parameters: frozenset[int]) -> bool:
+def save_operands(joint: GraphModule, parameters: Collection[int]) -> bool:
     """Ask that the forward values which W multiplies be saved; whether the graph has a checkpoint's marks."""
     graph = joint.graph
     slots = weight_slots(joint, parameters)
     outputs: Any = output_of(joint).args[0]
     grads = [outputs[slot] for slot in slots if isinstance(outputs[slot], Node)]
     others = [node for slot, node in enumerate(outputs) if slot not in slots and isinstance(node, Node)]
-    tangents = {node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")}
-    backward = set(tangents)
+    backward = tangents_of(graph)
     for node in graph.nodes:
         if not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
