@@ -69,33 +69,6 @@ def test_a_width_that_the_heads_do_not_divide_is_refused(command: str) -> None:
     assert "a multiple of 4 is needed" in _run(command, "--dim", "10", code=2)
 
 
-SMALL = ("--dim", "16", "--layers", "4", "--steps", "3", "--microbatches", "4", "--compared-steps", "1")
-
-
-def test_demo_trains_across_processes(tmp_path: Path) -> None:
-    record = json.loads(_run("demo", *SMALL, "--out", str(tmp_path), "--json"))
-    assert record["gradients_equal"]
-    assert len(record["losses"]) == 3
-    assert record["schedule"].startswith("search")
-    assert set(record["efficiency"]) == {
-        f"sternway {record['schedule']}",
-        "torch Schedule1F1B",
-        "torch ScheduleZBVZeroBubble",
-    }
-    page = (tmp_path / "report.html").read_text()
-    assert "planned" in page
-    assert "measured" in page
-    text = _run("demo", *SMALL, "--schedule", "zb-v", "--out", str(tmp_path))
-    assert "First step's gradients equal to one process's" in text
-    assert "zb-v" in text
-
-
-def test_demo_says_what_failed_in_a_process(tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli.app, ["demo", *SMALL, "--schedule", "no-such", "--out", str(tmp_path)])
-    assert result.exit_code == 1
-    assert "no-such" in str(result.exception)
-
-
 def test_example_trains_under_torchrun() -> None:
     root = Path(__file__).parents[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

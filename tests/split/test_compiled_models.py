@@ -105,4 +105,4 @@ def test_schedules_with_compiled_stages(name: str) -> None:
     for model, theirs in zip(models, reference, strict=True):
         assert_same_grads(model, theirs, rtol=1e-3, atol=1e-5)
         (graphs, *_) = split.inspect(model)
-        assert graphs.late == 8
+        assert graphs.late >= 8

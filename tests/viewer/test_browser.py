@@ -200,7 +200,7 @@ def test_timelines_and_curves(browser: Browser, captured: graph.Graph, tmp_path:
         "planned",
         "measured",
     ]
-    assert browser.run("document.querySelector('#timeline rect.event title').textContent") == "0F0: 0 to 1"
+    assert browser.run("document.querySelector('#timeline rect.event title').textContent") == "0F0: 0 to 1, rank 0"
     assert "rank 1" in browser.run("document.getElementById('timeline').textContent")
     browser.press("+")
     browser.run("document.querySelectorAll('[role=tab]')[2].click()")

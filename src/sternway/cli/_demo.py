@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -165,19 +166,42 @@ def _write_report(out: Path, options: Options, outcome: Outcome) -> Path:
             title=f"{outcome.schedule_name} on {options.ranks} processes",
             timelines={
                 "ranks": options.ranks,
+                "unit": " ms",
                 "series": [
                     {"name": "planned", "events": _events(outcome.planned)},
                     {"name": "measured", "events": _events(outcome.measured)},
                 ],
             },
-            curves={
-                "x": "step",
-                "y": "loss",
-                "series": [{"name": "loss", "points": [[i, value] for i, value in enumerate(outcome.losses)]}],
-            },
+            curves=[
+                {
+                    "name": "Loss",
+                    "x": "step",
+                    "y": "loss",
+                    "series": [{"name": "loss", "points": [[i, value] for i, value in enumerate(outcome.losses)]}],
+                },
+                {
+                    "name": "Activations kept, in microbatches' forwards of one rank",
+                    "x": "ms",
+                    "y": "kept",
+                    "series": [
+                        {"name": f"rank {rank} {way}", "points": _stairs(curve, timeline.makespan)}
+                        for way, timeline in (("planned", outcome.planned), ("measured", outcome.measured))
+                        for rank, curve in enumerate(timeline.memory)
+                    ],
+                },
+            ],
         )
     except OSError as error:
         raise PipelineError("--out is a folder to write into", got=str(error), fix="choose another") from None
+
+
+def _stairs(curve: Sequence[tuple[float, float]], end: float) -> list[list[float]]:
+    """A memory curve in milliseconds, with the corners of its steps."""
+    points: list[list[float]] = []
+    for time, level in (*curve, (end, curve[-1][1])):
+        points += [[1e3 * time, points[-1][1]]] if points else []
+        points.append([1e3 * time, level])
+    return points
 
 
 def _events(timeline: Timeline) -> list[dict[str, Any]]:

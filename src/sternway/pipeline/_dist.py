@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from sternway.errors import PipelineError
+from sternway.pipeline._buffers import Buffers
 from sternway.pipeline._payload import Place, Spec
 from sternway.pipeline._run import Receive, Routes, Slot, Work
 from sternway.pipeline._stage import MAIN, Payload
@@ -87,6 +88,7 @@ class DistTransport(Transport):
         self._described = False  # whether this step's activations come without descriptions
         self._specs: dict[Slot, Spec] = {}
         self._mail: dict[Slot, Payload] = {}
+        self._buffers = Buffers(self.device)
         self._sending: dict[Slot, list[tuple[Any, Tensor]]] = {}  # works and what they read, until done
         self._channels: dict[str, int] = {}
 
@@ -114,6 +116,7 @@ class DistTransport(Transport):
             pass
         for slot in list(self._sending):
             self._finish_sending(slot)
+        self._buffers.clear()
 
     def _expected(self, schedule: Schedule, routes: Routes, training: bool) -> list[deque[Slot]]:
         """What will arrive from each other rank in each direction, in the order it is sent."""
@@ -148,7 +151,7 @@ class DistTransport(Transport):
         return spec if self._described and (spec is None or not _varies(spec)) else None
 
     def _start_receive(self, slot: Slot, spec: Spec, source: int) -> _Posted:
-        buffers = [described.empty(self.device) for described in spec.tensors]
+        buffers = [self._buffers.take(described) for described in spec.tensors]
         group = self._group(slot)
         works = [
             self._try(dist.irecv, buffer, self.members[source], group=group, tag=self._tag(slot, index))

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sternway.errors import SplitError
-from sternway.split._compiled._offer import Offer
+from sternway.split._compiled._offer import Offer, making
 from sternway.split._pending import Catch, Pending
-from sternway.split._plan import Compiled, Cut, make_plan
+from sternway.split._plan import make_plan
 from sternway.split._target import Edge, Node
 from sternway.split._tree import leaves, pair_leaves, replace_leaves
 from sternway.split._unsupported import refuse_resharded
@@ -57,60 +57,48 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
     """
     tensors, grads = _roots(outputs, grad_outputs)
     wanted = _input_edges(inputs)
-    plan = make_plan([_edge(tensor) for tensor in tensors], set(wanted.values()))
+    places = list(dict.fromkeys(wanted.values()))
+    plan = make_plan([_edge(tensor) for tensor in tensors], set(places))
 
-    edges = dict.fromkeys(wanted.values())
-    edges |= dict.fromkeys([(leaf, 0) for leaf in (*plan.ready, *plan.triggers)])
-    edges |= dict.fromkeys([(cut.node, 0) for cut in plan.cuts if not cut.runs_in_i])
-    with (
-        _catching(plan.cuts) as catches,
-        _offering(plan.compiled) as offers,
-        _hidden_hooks([*plan.ready, *plan.triggers]),
-        _stopped(plan.inner) as stopped,
-    ):
-        found = torch.autograd.grad(tensors, [GradientEdge(*edge) for edge in edges], grads, allow_unused=True)
-    grad_at = dict(zip(edges, found, strict=True)) | stopped
-    for catch in catches:
-        if not catch.cut.runs_in_i:
-            catch.grads.append((grad_at[catch.cut.node, 0],))
-    ready = [(leaf, grad) for leaf in plan.ready if (grad := grad_at[leaf, 0]) is not None]
-    pending = Pending(catches, ready, [part for offer in offers for part in offer.parts])
-    refuse_resharded(pending.deferred)
+    catches = [Catch(cut) for cut in plan.cuts]
+    bottom = [catch for catch in catches if not catch.cut.runs_in_i]
+    nodes = [*plan.ready, *[catch.cut.node for catch in bottom]]
+    edges = [GradientEdge(*place) for place in places] + [GradientEdge(node, 0) for node in (*nodes, *plan.triggers)]
+    offers = [Offer(each.node, each.positions) for each in plan.compiled]
+    hidden = [*plan.ready, *plan.triggers]
+    with _catching(catches), making(offers), _hidden_hooks(hidden), _stopped(plan.inner) as stopped:
+        found = torch.autograd.grad(tensors, edges, grads, allow_unused=True)
+    of_nodes = found[len(places) :]
+    for catch, grad in zip(bottom, of_nodes[len(plan.ready) :], strict=False):
+        catch.grads.append((grad,))
+    ready = [(leaf, grad) for leaf, grad in zip(plan.ready, of_nodes, strict=False) if grad is not None]
+    ready += [part for offer in offers for part in offer.ready]
+    pending = Pending(catches, ready, [offer.block for offer in offers if offer.block is not None])
+    refuse_resharded(pending)
+    grad_at = dict(zip(places, found, strict=False)) | stopped
     return replace_leaves(lambda leaf: grad_at[wanted[id(leaf)]] if id(leaf) in wanted else None, inputs), pending
 
 
 @contextmanager
-def _catching(cuts: list[Cut]) -> Iterator[list[Catch]]:
-    """While the engine runs, catch at each cut the gradient that arrives there and what W needs beside it."""
-    catches = [Catch(cut) for cut in cuts]
-    handles = []
+def _catching(catches: list[Catch]) -> Iterator[None]:
+    """While the engine runs, catch at each cut the gradient that arrives there and what W needs beside it.
+
+    A hook that only appends to a list may stay: the engine frees what it has run, and ``Pending`` empties the list.
+    """
+    handles, readers = [], []
     try:
         for catch in catches:
+            node = catch.cut.node
             if catch.cut.checkpointed:
-                handles.append(catch.cut.node.register_prehook(catch.read_and_keep))
+                readers.append(node.register_prehook(catch.read_and_keep))
             else:
                 catch.read()
                 if catch.cut.runs_in_i:
-                    handles.append(catch.cut.node.register_prehook(catch.grads.append))
-        yield catches
+                    handles.append(node.register_prehook(catch.grads.append))
+        yield
+        handles.clear()
     finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _offering(compiled: list[Compiled]) -> Iterator[list[Offer]]:
-    """While the engine runs, let compiled graphs leave their weight gradients to W."""
-    offers = [Offer(each.node, each.positions) for each in compiled]
-    handles = []
-    try:
-        for offer in offers:
-            handles += [offer.node.register_prehook(offer.before), offer.node.register_hook(offer.after)]
-        yield offers
-    finally:
-        for offer in offers:
-            offer.open = False
-        for handle in handles:
+        for handle in (*handles, *readers):
             handle.remove()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,8 +22,6 @@ class Later:
     """
 
     __slots__ = ("_compute", "_versions", "kept")
-    is_computed = False  # whether only the accumulation waits
-    own = False  # whether what is computed is known to share memory with nothing
 
     def __init__(self, compute: Callable[..., Tensor], *kept: Tensor) -> None:
         self._compute = compute
@@ -52,16 +51,16 @@ class Product(Later):
         torch.Size([2, 1])
     """
 
-    __slots__ = ("_of_right", "_scale")
+    __slots__ = ("_of_right", "_scale", "_version")
 
     def __init__(self, *, left: Tensor | None = None, right: Tensor | None = None, scale: complex = 1) -> None:
-        self._of_right = right is None
-        self._scale = scale
         known = left if right is None else right
         if known is None or (left is not None and right is not None):
             raise TypeError("Product takes one side of the product, left or right")
+        self._of_right = right is None
+        self._scale = scale
         self.kept = (known.detach(),)
-        self._versions = [known._version]
+        self._version = known._version
 
     def gradient(self, grad: Tensor, transposed: bool = False) -> Tensor:
         left, right = self._factors(grad, transposed)
@@ -69,24 +68,23 @@ class Product(Later):
         return value if self._scale == 1 else value.mul_(self._scale)
 
     def was_changed(self) -> bool:
-        return self._versions[0] != self.kept[0]._version
+        return self._version != self.kept[0]._version
 
-    def add_to(self, total: Tensor, grad: Tensor, transposed: bool) -> bool:
-        """Add the gradient to ``total`` in place; False, and nothing done, if the types or dimensions do not allow it.
+    def adding(self, total: Tensor, grad: Tensor, transposed: bool) -> Callable[[], Tensor] | None:
+        """A step that adds the gradient to ``total`` in place; None if the types or dimensions do not allow it.
 
         Under autocast they do not: the factors are 16-bit, the total 32-bit.
         """
         if grad.dtype != total.dtype or grad.ndim != total.ndim or total.layout != torch.strided:
-            return False
+            return None
+        add = total.addmm_ if total.ndim == 2 else total.baddbmm_
         left, right = self._factors(grad, transposed)
-        if total.ndim == 2:
-            total.addmm_(left, right, alpha=self._scale)
-        else:
-            total.baddbmm_(left, right, alpha=self._scale)
-        return True
+        return partial(add, left, right) if self._scale == 1 else partial(add, left, right, alpha=self._scale)
 
     def _factors(self, grad: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-        known = self.kept[0].conj()  # for real numbers, the tensor itself
+        (known,) = self.kept
+        if known.is_complex():
+            known = known.conj()
         if self._of_right:  # d right = leftᴴ grad
             return (grad.mT, known) if transposed else (known.mT, grad)
         return (known, grad.mT) if transposed else (grad, known.mT)  # d left = grad rightᴴ

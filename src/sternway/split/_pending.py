@@ -3,14 +3,15 @@
 What waits is a list of parts: a gradient caught in I, the rule's ``Later``, and the edge its result goes to. Parts that
 end in the same parameter are run together, so that it gets its whole gradient at once and its hooks run once.
 
-A parameter that nobody watches takes its parts straight into ``.grad``. Otherwise, or where something lies between the
-part and the parameter (a slice, ``W + A @ B``), the engine takes the parts from their edges on, as in a backward.
+A parameter that nobody watches takes its parts straight into ``.grad``: that is ``_accumulate``. Otherwise, or where
+something lies between the part and the parameter (a slice, ``W + A @ B``), the engine takes the parts from their edges
+on, as in a backward. What a compiled graph left is a block: one call computes the gradients of many parameters.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -20,10 +21,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway.errors import PendingError
-from sternway.split._later import Later, Product, storage_bytes
+from sternway.split._accumulate import Work, accumulate, unwatched
+from sternway.split._compiled._block import Block, Late
+from sternway.split._later import Later, storage_bytes
+from sternway.split._part import Part
 from sternway.split._plan import Cut
 from sternway.split._saved import read_again
-from sternway.split._target import Edge, Node, leaves_behind
+from sternway.split._target import Node, leaves_behind
 
 
 class Catch:
@@ -48,47 +52,6 @@ class Catch:
         self.grads.append(grads)
 
 
-class Part:
-    """One contribution to a parameter: ``later`` of ``grad``, or ``grad`` itself."""
-
-    __slots__ = ("edge", "grad", "later", "transposed", "version")
-
-    def __init__(self, grad: Tensor, later: Later | None, edge: Edge, transposed: bool) -> None:
-        self.grad, self.later = grad, later
-        self.edge = edge  # where the contribution goes
-        self.transposed = transposed  # the parameter is the transpose of what the contribution is to
-        self.version = grad._version
-
-    def check(self) -> None:
-        """Raise if what W needs was changed since I, as autograd does for what it saves."""
-        if self.grad._version != self.version or (self.later is not None and self.later.was_changed()):
-            raise PendingError(
-                "what I leaves for W stays as it is",
-                got=f"a tensor of shape {tuple(self.grad.shape)}, or what it is multiplied with, changed in place",
-                fix="change a copy, or run W first",
-            )
-
-    def value(self, transposed: bool = False) -> Tensor:
-        return self.grad if self.later is None else self.later.gradient(self.grad, transposed)
-
-    def is_computed(self) -> bool:
-        """Whether W has nothing to compute here."""
-        return self.later is None or self.later.is_computed
-
-    def compute_if_from(self, storages: set[int]) -> None:
-        """Compute the value now, if it is made from one of these storages."""
-        if self.later is not None and any(kept.data_ptr() in storages for kept in self.later.kept):
-            self.check()
-            self.grad, self.later = _reduced(self), None
-            self.version = self.grad._version
-
-    def storages(self) -> set[int]:
-        return {tensor.untyped_storage().data_ptr() for tensor in self.tensors() if tensor.layout == torch.strided}
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.grad, *(self.later.kept if self.later is not None else ()))
-
-
 @dataclass(slots=True)
 class _Group:
     """Parts that the engine takes on together: they share parameters, or hooks, or a graph on the way to them."""
@@ -104,43 +67,52 @@ class Pending:
     """
 
     def __init__(
-        self,
-        catches: Iterable[Catch],
-        ready: Iterable[tuple[Node, Tensor]],
-        compiled: Iterable[tuple[Node, Tensor | Later]] = (),
+        self, catches: Iterable[Catch], ready: Sequence[tuple[Node, Tensor]], blocks: Sequence[Block] = ()
     ) -> None:
         self._state = "waiting"
+        self._blocks = list(blocks)
         self._direct: dict[Node, list[Part]] = {}
         self._groups: deque[_Group] = deque()
-        late: dict[Node, None] = {}
+        self._late: dict[Node, None] = {}
+        self._early = [leaf for leaf, _ in ready]
+        direct, late = self._direct, self._late
         for catch in catches:
-            if not catch.grads or (grad := catch.grads[0][0]) is None:
+            if not catch.grads or (grad := catch.grads.pop()[0]) is None:
                 continue  # no gradient reached the cut
             for wait, later in zip(catch.cut.waits, catch.laters, strict=True):
                 if wait.target is None:
-                    self._group(Part(grad, later, wait.edge, False), late)
+                    self._group(Part(grad, later, wait.edge, False))
                 else:
                     leaf, transposed = wait.target
-                    self._direct.setdefault(leaf, []).append(Part(grad, later, wait.edge, transposed))
                     late[leaf] = None
-        early: dict[Node, None] = {}
-        for leaf, found in (*ready, *compiled):
-            known = isinstance(found, Tensor)
-            part = Part(found if known else _NONE, None if known else found, (leaf, 0), False)
-            self._direct.setdefault(leaf, []).append(part)
-            (early if part.is_computed() else late)[leaf] = None
+                    part = Part(grad, later, wait.edge, transposed)
+                    if leaf in direct:
+                        direct[leaf].append(part)
+                    else:
+                        direct[leaf] = [part]
+        for leaf, grad in ready:
+            direct.setdefault(leaf, []).append(Part(grad, None, (leaf, 0), False))
         for group in self._groups:
             for leaf in group.leaves:
-                group.parts += self._direct.pop(leaf, ())
-        self.deferred: tuple[Tensor, ...] = tuple([leaf.variable for leaf in late])
-        """Parameters whose gradient is computed in ``run()``, at least in part."""
-        self.ready: tuple[Tensor, ...] = tuple([leaf.variable for leaf in early if leaf not in late])
-        """Parameters whose gradient is computed already and only waits to be accumulated."""
+                group.parts += direct.pop(leaf, ())
+        for block in blocks:
+            late |= dict.fromkeys(block.late)
+            self._early += block.early
 
-    def _group(self, part: Part, late: dict[Node, None]) -> None:
+    @property
+    def deferred(self) -> tuple[Tensor, ...]:
+        """Parameters whose gradient is computed in ``run()``, at least in part."""
+        return tuple([leaf.variable for leaf in self._late])
+
+    @property
+    def ready(self) -> tuple[Tensor, ...]:
+        """Parameters whose gradient is computed already and only waits to be accumulated."""
+        return tuple([leaf.variable for leaf in dict.fromkeys(self._early) if leaf not in self._late])
+
+    def _group(self, part: Part) -> None:
         """Put ``part`` with whatever shares a parameter with it."""
         merged = _Group(dict.fromkeys(leaves_behind(part.edge)), [part])
-        late |= merged.leaves
+        self._late |= merged.leaves
         apart: deque[_Group] = deque()
         for group in self._groups:
             if merged.leaves.keys().isdisjoint(group.leaves):
@@ -153,8 +125,9 @@ class Pending:
     def nbytes(self) -> int:
         """Bytes held until ``run()``, each storage once, the parameters' own not counted."""
         parts = [*chain(*self._direct.values()), *chain(*(group.parts for group in self._groups))]
-        tensors = {id(tensor): tensor for part in parts for tensor in part.tensors()}
-        return storage_bytes(list(tensors.values()), [*self.deferred, *self.ready])
+        tensors = [tensor for part in parts for tensor in part.tensors()]
+        tensors += [tensor for block in self._blocks for tensor in block.waiting.kept]
+        return storage_bytes(tensors, [*self.deferred, *self.ready])
 
     def run(self) -> None:
         """Compute the gradients that wait, add them to ``.grad``, and run the parameters' hooks.
@@ -172,31 +145,47 @@ class Pending:
         anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         direct, groups, hooked = self._direct, self._groups, _Group({}, [])
         written: list[Tensor] = []
-        sums: dict[int, tuple[Tensor, Tensor]] = {}
         with torch.no_grad():
+            work = Work()
+            while self._blocks:
+                written += self._run_block(self._blocks.pop(), anomaly)
             while direct:
                 leaf, parts = direct.popitem()
                 parameter = leaf.variable
                 if not parameter.requires_grad:
                     continue
-                if not anomaly and _unwatched(parameter):
-                    _accumulate(parameter, parts, sums)
+                if not anomaly and unwatched(parameter):
+                    work.add(parameter, parts)
                     written.append(parameter)
                 elif parameter._backward_hooks:  # a hook may stand for several parameters: all in one backward
                     hooked.leaves[leaf] = None
                     hooked.parts += parts
                 else:
                     groups.append(_Group({leaf: None}, parts))
-            if sums:
-                totals, values = zip(*sums.values(), strict=True)
-                torch._foreach_add_(totals, values)
+            work.do()
             if hooked.parts:
                 groups.append(hooked)
             self._compute_what_hooks_might_change()
             while groups:
                 _hand_to_engine(groups.popleft(), anomaly)
-        _notify(written)
+        _notify(list({id(parameter): parameter for parameter in written}.values()))
         self._state = "has run"
+
+    def _run_block(self, block: Block, anomaly: bool) -> list[Tensor]:
+        """Compute a block for the parameters that nobody watches, which are returned; the others take it in parts."""
+        waiting, mine = block.waiting, []
+        waiting.check()
+        for leaf, index in (*block.early.items(), *block.late.items()):
+            parameter = leaf.variable
+            group = next((group for group in self._groups if leaf in group.leaves), None)
+            if group is None and not anomaly and unwatched(parameter):
+                if parameter.requires_grad:
+                    mine.append((parameter, index))
+            else:
+                part = Part(_NONE, Late(waiting, index), (leaf, 0), False)
+                (self._direct.setdefault(leaf, []) if group is None else group.parts).append(part)
+        accumulate([parameter for parameter, _ in mine], waiting.take([index for _, index in mine]))
+        return [parameter for parameter, _ in mine]
 
     def _compute_what_hooks_might_change(self) -> None:
         """What is made from a parameter, before any hook runs: an optimizer in the backward changes parameters."""
@@ -212,56 +201,7 @@ class Pending:
         )
 
 
-_NONE = torch.empty(0)  # stands for the gradient, where what waits needs none
-_ORDINARY = (Tensor, torch.nn.Parameter)
-
-
-def _unwatched(parameter: Tensor) -> bool:
-    """Whether ``.grad`` can be written without the engine: no Python hooks, and tensors of the ordinary kind."""
-    if type(parameter) not in _ORDINARY or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        return False
-    grad, dtype = parameter.grad, parameter.dtype
-    if grad is None:
-        return parameter.layout == torch.strided and getattr(parameter, "grad_dtype", dtype) == dtype
-    return type(grad) is Tensor and grad.layout == torch.strided and grad.dtype == dtype and not grad.requires_grad
-
-
-def _accumulate(parameter: Tensor, parts: list[Part], sums: dict[int, tuple[Tensor, Tensor]]) -> None:
-    """Add the parts to ``parameter.grad``; a plain sum is left in ``sums``, to be done with others in one call."""
-    while parts:
-        part = parts.pop()
-        part.check()
-        later, total = part.later, parameter.grad
-        transposed = part.transposed and parameter.ndim > 1  # .t() of a vector is the vector
-        if total is not None and isinstance(later, Product) and later.add_to(total, part.grad, transposed):
-            continue
-        value = part.value(transposed)
-        if value.shape != parameter.shape:
-            value = value.sum_to_size(parameter.shape)
-        if total is None:
-            parameter.grad = _own(value, parameter, part)
-        elif total.layout != torch.strided:  # a sparse gradient before
-            parameter.grad = value + total
-        elif value.layout == torch.strided and value.dtype == total.dtype and id(total) not in sums:
-            sums[id(total)] = (total, value)
-        else:  # one call must not write twice to one place
-            total.add_(value)
-
-
-def _own(value: Tensor, parameter: Tensor, part: Part) -> Tensor:
-    """``value`` as a first ``.grad``: of the parameter's type and layout, and sharing memory with nothing."""
-    if value.layout != torch.strided:
-        return value.clone() if part.later is None else value
-    shared = () if part.later is not None and part.later.own else part.storages()
-    dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
-    if (
-        value.dtype == parameter.dtype
-        and (value.stride() == parameter.stride() if dense else value.is_contiguous())
-        and (not shared or value.untyped_storage().data_ptr() not in shared)
-    ):
-        return value
-    like = torch.empty_like(parameter) if dense else torch.empty_like(parameter, memory_format=torch.contiguous_format)
-    return like.copy_(value)
+_NONE = torch.empty(0)  # stands for the gradient of an output, where what waits needs none
 
 
 def _hand_to_engine(group: _Group, anomaly: bool) -> None:
@@ -271,7 +211,7 @@ def _hand_to_engine(group: _Group, anomaly: bool) -> None:
         part = group.parts.pop(0)
         part.check()
         edges.append(GradientEdge(*part.edge))
-        values.append(_reduced(part))
+        values.append(part.reduced())
     if anomaly and any(value.isnan().any() for value in values):
         shapes = ", ".join(str(tuple(leaf.variable.shape)) for leaf in group.leaves)
         raise PendingError(
@@ -280,13 +220,6 @@ def _hand_to_engine(group: _Group, anomaly: bool) -> None:
             fix="look for the operation in the forward whose output feeds this parameter's matrix product",
         )
     torch.autograd.backward(edges, values)
-
-
-def _reduced(part: Part) -> Tensor:
-    """The part's value, summed over whatever dimensions its operand was broadcast in."""
-    node, index = part.edge
-    value, shape = part.value(), tuple(node._input_metadata[index].shape)
-    return value if tuple(value.shape) == shape else value.sum_to_size(shape)
 
 
 class _Notify(torch.autograd.Function):

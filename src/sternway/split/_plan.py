@@ -18,8 +18,8 @@ too, so the shape of what is behind decides: a chain from a parameter (views, ca
 with matrix products of its own is an activation, unless it stands where weights stand (``W + A @ B`` as the right side
 of a product).
 
-A compiled graph is one node, which decides for itself which of the leaves behind it wait; the plan only notes that it
-is to be asked, and keeps those leaves off the spine.
+A compiled graph is one node, which knows itself which of the leaves behind it can wait (``_compiled``). The plan notes
+that it is to be asked, and keeps those leaves off the spine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.autograd.function import BackwardCFunction
 
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._saved import Packing, packing
-from sternway.split._target import Edge, Node, Target, direct_target, leaves_behind
+from sternway.split._target import AccumulateGrad, Edge, Node, Target, direct_target, leaves_behind
 from sternway.split._unsupported import UNSUPPORTED
 
 
@@ -59,7 +59,7 @@ class Compiled:
     """A compiled graph's node, and which of its edges lead straight to leaves."""
 
     node: Node
-    positions: tuple[int, ...]
+    positions: list[int]
 
     @property
     def leaves(self) -> list[Node]:
@@ -84,7 +84,7 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> Plan:
     planner.walk([node for node, index in roots if (node, index) not in inputs])
     planner.settle()
     triggers = planner.triggers()
-    inner = [edge for edge in inputs if type(edge[0]).__name__ != "AccumulateGrad"]
+    inner = [edge for edge in inputs if type(edge[0]) is not AccumulateGrad]
     return Plan([cut for cut in planner.cuts if cut.waits], planner.leaves, inner, planner.compiled, triggers)
 
 
@@ -92,6 +92,7 @@ class _Planner:
     def __init__(self, inputs: set[Edge]) -> None:
         self.inputs = inputs
         self.input_nodes = {node for node, _ in inputs}
+        self.kinds: dict[type, Operands | None] = {}  # by node type: its name is made anew each time it is asked for
         self.chains: dict[Node, bool] = {}
         self.from_inputs: dict[Node, bool] = {}
         self.not_recomputed: set[Node] = set()
@@ -99,6 +100,7 @@ class _Planner:
         self.leaves: list[Node] = []
         self.cuts: list[Cut] = []
         self.compiled: list[Compiled] = []
+        self.compiled_kinds: set[type] = set()
 
     def settle(self) -> None:
         """Let no edge wait that cannot.
@@ -116,7 +118,7 @@ class _Planner:
         """For each compiled graph with nothing but leaves below it, one of them that no cut waits for."""
         found = []
         for compiled in self.compiled:
-            if sum(child is not None for child, _ in compiled.node.next_functions) == len(compiled.positions):
+            if len([1 for child, _ in compiled.node.next_functions if child is not None]) == len(compiled.positions):
                 waits = [wait for cut in self.cuts for wait in cut.waits]
                 late = {leaf for w in waits for leaf in ([w.target.leaf] if w.target else leaves_behind(w.edge))}
                 free = [leaf for leaf in compiled.leaves if leaf not in late]
@@ -128,22 +130,20 @@ class _Planner:
 
     def walk(self, stack: list[Node]) -> None:
         """Extend the spine from ``stack`` downwards."""
-        spine, inputs, input_nodes = self.spine, self.inputs, self.input_nodes
+        spine, inputs, input_nodes, kinds = self.spine, self.inputs, self.input_nodes, self.kinds
         while stack:
             node = stack.pop()
             if node in spine:
                 continue
             spine.add(node)
-            kind = type(node).__name__
-            if kind == "AccumulateGrad":
+            kind = type(node)
+            if kind is AccumulateGrad:
                 self.leaves.append(node)
                 continue
-            if kind in UNSUPPORTED:
-                UNSUPPORTED[kind](node)
             edges = node.next_functions
-            if kind == "CompiledFunctionBackward":
+            operands = kinds[kind] if kind in kinds else self.look_up(kind, node)
+            if kind in self.compiled_kinds:
                 edges = self.past_leaves(node, edges)
-            operands = RULES.get(kind)
             if operands is not None and (cut := self.cut(node, edges, operands)):
                 self.cuts.append(cut)
                 waiting = [wait.operand.position for wait in cut.waits]
@@ -152,16 +152,24 @@ class _Planner:
                 if (child := edge[0]) is not None and (child not in input_nodes or edge not in inputs):
                     stack.append(child)
 
-    def past_leaves(self, node: Node, edges: tuple[Edge, ...]) -> tuple[Edge, ...]:
+    def look_up(self, kind: type, node: Node) -> Operands | None:
+        """The rules for a kind of node, if any; raises SplitError for one that cannot be split."""
+        name = kind.__name__
+        if name in UNSUPPORTED:
+            UNSUPPORTED[name](node)
+        else:
+            self.kinds[kind] = RULES.get(name)
+            if name == "CompiledFunctionBackward":
+                self.compiled_kinds.add(kind)
+        return RULES.get(name)
+
+    def past_leaves(self, node: Node, edges: tuple[Edge, ...]) -> list[Edge]:
         """The edges of a compiled graph that are followed: those to leaves are its own affair."""
-        positions = tuple(
-            position
-            for position, edge in enumerate(edges)
-            if type(edge[0]).__name__ == "AccumulateGrad" and edge not in self.inputs
-        )
+        inputs = self.inputs
+        positions = [i for i, edge in enumerate(edges) if type(edge[0]) is AccumulateGrad and edge not in inputs]
         if positions:
             self.compiled.append(Compiled(node, positions))
-        return tuple(edge for position, edge in enumerate(edges) if position not in positions)
+        return [edge for edge in edges if type(edge[0]) is not AccumulateGrad]
 
     def cut(self, node: Node, edges: tuple[Edge, ...], operands: Operands) -> Cut | None:
         """The node as a cut, if some of its operands can wait."""
@@ -176,7 +184,7 @@ class _Planner:
         if not waits:
             return None
         waits += self.chains_of(operands.riders, edges)
-        runs_in_i = sum([child is not None for child, _ in edges]) > len(waits)
+        runs_in_i = len([1 for child, _ in edges if child is not None]) > len(waits)
         checkpointed = packed is Packing.CHECKPOINT
         if checkpointed and not runs_in_i:
             return None  # what a checkpoint recomputes can be read only while the node runs

@@ -36,10 +36,11 @@ def _slots(node_type: Hashable) -> tuple[str, ...]:
 
 
 @cache
-def _unpack_hooks(node_type: Hashable) -> Callable[[Any], Any]:
-    """A function that reads all the node's unpack hooks at once: the split asks this of every cut."""
+def _unpack_hooks(node_type: Hashable) -> tuple[Callable[[Any], Any], tuple[Any, ...]]:
+    """A function that reads all the node's unpack hooks at once, and what it gives where there are none."""
     # Two names at least, for the getter to give a tuple whatever the number of slots.
-    return attrgetter("__class__", "__class__", *(f"{name}.unpack_hook" for name in _slots(node_type)))
+    names = [f"{name}.unpack_hook" for name in _slots(node_type)]
+    return attrgetter("__class__", "__class__", *names), (node_type, node_type, *[None] * len(names))
 
 
 def _packed(node: Any) -> list[Any]:
@@ -55,8 +56,9 @@ def _packed(node: Any) -> list[Any]:
 
 def packing(node: Any) -> Packing:
     """Who packed the node's saved tensors; of several, the most restrictive."""
+    read, none = _unpack_hooks(node.__class__)
     try:
-        if not any(_unpack_hooks(node.__class__)(node)[2:]):
+        if read(node) == none:
             return Packing.NONE
     except AttributeError:  # a slot that is empty, or a list of tensors
         pass

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
+_types: Any = torch._C._functions  # the node types: a type's name is made anew each time that it is asked for
+AccumulateGrad: type = _types.AccumulateGrad
 Node = Any  # torch.autograd.graph.Node says nothing of _saved_…, variable and _input_metadata
 Edge = tuple[Node, int]
 
@@ -19,12 +23,12 @@ def direct_target(edge: Edge, stop_at: set[Node]) -> Target | None:
     """The leaf that ``edge`` leads to through transposes and casts alone, not passing ``stop_at``."""
     node, transposed, cast = edge[0], False, False
     while node not in stop_at:
-        kind = type(node).__name__
-        if kind == "AccumulateGrad":
+        kind = type(node)
+        if kind is AccumulateGrad:
             return Target(node, transposed)
-        if kind == "TBackward0" or (kind == "TransposeBackward0" and _swaps_last_two(node)):
+        if kind is _types.TBackward0 or (kind is _types.TransposeBackward0 and _swaps_last_two(node)):
             transposed = not transposed
-        elif kind == "ToCopyBackward0" and not cast and _changes_precision_only(node):
+        elif kind is _types.ToCopyBackward0 and not cast and _changes_precision_only(node):
             cast = True  # a second one might round in between
         else:
             return None
@@ -38,7 +42,7 @@ def leaves_behind(edge: Edge) -> list[Node]:
     stack, seen = [edge[0]], {edge[0]}
     while stack:
         node = stack.pop()
-        if type(node).__name__ == "AccumulateGrad":
+        if type(node) is AccumulateGrad:
             found[node] = None
         new = {child for child, _ in node.next_functions if child is not None} - seen
         seen |= new

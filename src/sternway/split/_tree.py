@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway.errors import SplitError
@@ -18,7 +19,7 @@ from sternway.errors import SplitError
 
 def children(tree: Any) -> list[tuple[str, Any]] | None:
     """The parts of a container with the words that lead to them, or None for a leaf."""
-    if isinstance(tree, GradientEdge):  # a named tuple, but one place in a graph
+    if isinstance(tree, Tensor | GradientEdge):  # an edge is a named tuple, but one place in a graph
         return None
     if isinstance(tree, Mapping):
         return [(f"[{key!r}]", value) for key, value in tree.items()]

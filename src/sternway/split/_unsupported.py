@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 
 from sternway.errors import SplitError
+
+if TYPE_CHECKING:
+    from sternway.split._pending import Pending
 
 
 def _reentrant_checkpoint(node: Any) -> None:
@@ -25,13 +27,13 @@ def _fsdp(node: Any) -> None:
         raise _early_fsdp()
 
 
-def refuse_resharded(parameters: Iterable[Tensor]) -> None:
-    """Raise SplitError if FSDP freed a parameter at the end of I, as it does where no input needed a gradient.
+def refuse_resharded(pending: Pending) -> None:
+    """Raise SplitError if FSDP freed a deferred parameter at the end of I, as it does where no input needed a gradient.
 
     There no node of the graph shows FSDP beforehand. Its gradient, computed in W, would be lost.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        for parameter in parameters:
+        for parameter in pending.deferred:
             if parameter.numel() and type(parameter) is Parameter and not parameter.untyped_storage().nbytes():
                 raise _early_fsdp()
 

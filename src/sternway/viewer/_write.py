@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def write(
     graph: Json | None = None,
     other: Json | None = None,
     timelines: Json | None = None,
-    curves: Json | None = None,
+    curves: Json | Sequence[Json] | None = None,
 ) -> Path:
     """Write a report to ``path`` and return it.
 
@@ -39,8 +39,10 @@ def write(
         graph: a graph as ``sternway.graph`` exports it (docs/graph_json.md).
         other: a second graph: the report shows what changed from ``graph`` to it.
         timelines: ``{"ranks": 2, "series": [{"name": "planned", "events": [{"rank": 0, "label": "2F0", "op": "F",
-            "microbatch": 0, "stage": 2, "start": 0.0, "end": 1.0}, …]}, …]}``, the series one below the other.
-        curves: ``{"x": "step", "y": "loss", "series": [{"name": "ours", "points": [[0, 2.3], …]}, …]}``.
+            "microbatch": 0, "stage": 2, "start": 0.0, "end": 1.0}, …]}, …]}``, the series one below the other; "unit"
+            is put behind times.
+        curves: ``{"name": "Loss", "x": "step", "y": "loss", "series": [{"name": "ours", "points": [[0, 2.3], …]},
+            …]}``, or several such charts.
 
     Raises:
         ViewerError: nothing to show, or data of another shape.
@@ -57,7 +59,7 @@ def render(
     graph: Json | None = None,
     other: Json | None = None,
     timelines: Json | None = None,
-    curves: Json | None = None,
+    curves: Json | Sequence[Json] | None = None,
 ) -> str:
     """The page as text; ``write`` says what goes in."""
     if graph is None and timelines is None and curves is None:
@@ -70,7 +72,8 @@ def render(
                 fix="pass json.loads(graph.capture(loss).to_json())",
             )
     _check_series("timelines", timelines)
-    _check_series("curves", curves)
+    for chart in [curves] if curves is None or isinstance(curves, Mapping) else curves:
+        _check_series("curves", chart)
     for series in (timelines or {"series": []})["series"]:
         for event in series["events"]:
             if missing := [key for key in _EVENT if key not in event]:

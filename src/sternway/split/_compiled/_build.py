@@ -10,9 +10,10 @@ from torch._guards import TracingContext
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import Parameter
 
+from sternway.split._compiled._block import Boxed
 from sternway.split._compiled._cut import halve, split_masked
 from sternway.split._compiled._extract import between, extract
-from sternway.split._compiled._halves import Boxed, Halves, Like, Wiring
+from sternway.split._compiled._halves import Halves, Like, Wiring
 from sternway.split._compiled._inspect import KNOWN
 from sternway.split._compiled._ops import base, effects, nbytes
 from sternway.split._compiled._report import CompiledGraph, CompiledGraphs, describe
@@ -91,7 +92,7 @@ def build(
     late = {slot: node for slot, node in grads.items() if node not in cut.early}
     computed = [node for node in cut.held if node.op != "placeholder"]
     i_outputs = list(dict.fromkeys([*others.values(), *early.values(), *computed]))
-    w_outputs = list(dict.fromkeys(late.values()))
+    w_outputs = list(late.values())
 
     also = effects(graph)
     i_needs = between([*i_outputs, *also], set())
@@ -110,14 +111,15 @@ def build(
             for n in w_inputs
         ]
         w = compile_w(Half(w_module, w_examples, [place.get(n) for n in w_inputs]))
+    own = _own({**early, **late}, others)
     wiring = Wiring(
         i_takes=tuple(place[n] for n in i_inputs),
         w_takes=tuple(place[n] for n in w_inputs if n in place),
         w_holds=tuple(at[n] for n in computed),
         from_i=tuple((slot, at[n]) for slot, n in others.items()),
         early=tuple((slot, at[n]) for slot, n in early.items()),
-        late=tuple((slot, w_outputs.index(n)) for slot, n in late.items()),
-        own=_own(grads, others),
+        late=tuple(late),
+        own=tuple(slot in own for slot in (*early, *late)),
         likes=tuple(_like(n) for n in (*early.values(), *late.values())),
         slots=len(outputs),
         parameter=next((place[n] for n in placeholders if n in free), None),
@@ -172,7 +174,7 @@ def _like(node: Node) -> Like:
     return Like(tuple(value.shape), value.dtype, value.device)
 
 
-def _own(grads: dict[int, Node], others: dict[int, Node]) -> frozenset[int]:
+def _own(grads: dict[int, Node], others: dict[int, Node]) -> set[int]:
     """Slots whose gradient is nobody else's memory: not an argument's, an input gradient's or another weight's."""
     taken = {base(node) for node in others.values()}
     own = set()
@@ -181,7 +183,7 @@ def _own(grads: dict[int, Node], others: dict[int, Node]) -> frozenset[int]:
         if root.op == "call_function" and root not in taken:
             own.add(slot)
         taken.add(root)
-    return frozenset(own)
+    return own
 
 
 def _strided(value: Any, strides: tuple[int, ...] | None) -> Any:

@@ -29,7 +29,7 @@ import torch
 from torch.fx import Graph, Node
 
 from sternway.split._compiled._extract import between
-from sternway.split._compiled._ops import effects, is_cheap, is_costly, is_number, is_view, nbytes
+from sternway.split._compiled._ops import effects, is_cheap, is_costly, is_tuple, is_view, nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,10 @@ def halve(graph: Graph, weights: list[Node], inputs: list[Node], free: set[Node]
     network = networkx.DiGraph()
     for node in needed:
         begin, end = (node, "in"), (node, "out")
-        is_tuple = isinstance(node.meta.get("val"), tuple | list)
-        if is_view(node) or is_tuple or node.op == "get_attr":
+        if is_view(node) or is_tuple(node) or node.op == "get_attr":
             network.add_edge(begin, end)  # never held as such: what it shows is
         else:
-            network.add_edge(begin, end, capacity=0 if node in free or is_number(node) else nbytes(node.meta["val"]))
+            network.add_edge(begin, end, capacity=0 if node in free else nbytes(node.meta.get("val")))
         if node.op == "placeholder" or (node in spine and not is_cheap(node)):
             network.add_edge("I", begin)
         for source in node.all_input_nodes:

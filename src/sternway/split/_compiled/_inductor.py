@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 from torch.nn import Parameter
 
 from sternway.split._compiled._build import Half, Source, Strides, build, forbid_donation
-from sternway.split._compiled._halves import Boxed
+from sternway.split._compiled._block import Boxed
 from sternway.split._compiled._partition import partition
 from sternway.split._compiled._report import CompiledGraph, describe
 

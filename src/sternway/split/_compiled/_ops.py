@@ -81,6 +81,13 @@ def is_cheap(node: Node) -> bool:
     return node.op == "call_function" and _is_cheap_op(node.target)
 
 
+def is_tuple(node: Node) -> bool:
+    """Whether the node's value is several values, each of which is a node of its own."""
+    return isinstance(node.meta.get("val"), tuple | list) or any(
+        user.target is operator.getitem and user.args[0] is node for user in node.users
+    )
+
+
 def is_number(node: Node) -> bool:
     """Whether the node's value is a size or another scalar, which costs nothing to hold."""
     return isinstance(node.meta.get("val"), SymInt | torch.SymFloat | torch.SymBool | int | float | bool)

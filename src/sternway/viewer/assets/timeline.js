@@ -11,6 +11,14 @@ function hue(name) {
 
 function colourOf(name) { return `hsl(${hue(name)} 55% ${document.documentElement.dataset.theme === "dark" ? 42 : 72}%)`; }
 
+function short(number) { return Number(number.toPrecision(4)).toString(); }
+
+// Round numbers from low to high, four to ten of them.
+function ticks(low, high) {
+  const rough = (high - low) / 5, power = 10 ** Math.floor(Math.log10(rough)), step = [1, 2, 5, 10].find((n) => n * power >= rough) * power;
+  return Array.from({ length: Math.floor(high / step) - Math.ceil(low / step) + 1 }, (_, i) => (Math.ceil(low / step) + i) * step);
+}
+
 class TimelineView {
   constructor(data) {
     this.data = data;
@@ -38,7 +46,7 @@ class TimelineView {
       for (const event of one.events) {
         const width = Math.max(0.5, x(event.end) - x(event.start));
         chart.append(make("g", { tabindex: -1 }, make("rect", { class: "event", x: x(event.start), y: event.rank * row + 2, width, height: row - 4, fill: colourOf(event.op), rx: 2 },
-          make("title", {}, `${event.label}: ${event.start} to ${event.end}`)),
+          make("title", {}, `${event.label}: ${short(event.start)} to ${short(event.end)}${this.data.unit || ""}, rank ${event.rank}`)),
         width > 7.4 * event.label.length ? make("text", { x: x(event.start) + 2, y: event.rank * row + 17 }, event.label) : null));
       }
       this.body.append(make("div", { class: "series" }, make("h2", {}, one.name), chart));
@@ -56,23 +64,28 @@ class TimelineView {
 
 class CurvesView {
   constructor(data) {
-    this.data = data;
+    this.charts = Array.isArray(data) ? data : [data];
     this.body = make("div", { class: "scroll" });
     this.element = make("div", { class: "view", id: "curves" }, make("div", { class: "left" }, this.body));
   }
-  start() {
-    const { series } = this.data, points = series.flatMap((one) => one.points), wide = Math.max(500, (this.body.clientWidth || 900) - 60), high = 380;
-    const range = (index) => { let low = Infinity, up = -Infinity; for (const p of points) { low = Math.min(low, p[index]); up = Math.max(up, p[index]); } return up > low ? [low, up] : [low - 1, low + 1]; };
-    const [x0, x1] = range(0), [y0, y1] = range(1), x = (v) => 60 + ((v - x0) / (x1 - x0)) * wide, y = (v) => 10 + (1 - (v - y0) / (y1 - y0)) * high;
-    const chart = make("svg", { class: "chart", width: wide + 80, height: high + 50, role: "img", "aria-label": "curves" });
-    for (let tick = 0; tick <= 5; tick++) {
-      const v = y0 + ((y1 - y0) * tick) / 5, u = x0 + ((x1 - x0) * tick) / 5;
-      chart.append(make("line", { x1: 60, x2: 60 + wide, y1: y(v), y2: y(v) }), make("text", { x: 4, y: y(v) + 4, class: "dim" }, Number(v.toPrecision(4)).toString()),
-        make("text", { x: x(u) - 8, y: high + 26, class: "dim" }, Number(u.toPrecision(4)).toString()));
+  start() { this.body.replaceChildren(...this.charts.map((chart) => this.draw(chart))); }
+  draw({ name, series, x: across = "", y: up = "" }) {
+    const points = series.flatMap((one) => one.points), left = 60, high = this.charts.length > 1 ? 240 : 380;
+    const wide = Math.max(400, (this.body.clientWidth || 900) - left - 50), top = 24, line = (one) => `hsl(${hue(one.name)} 60% 50%)`;
+    const range = (index) => { let low = Infinity, most = -Infinity; for (const p of points) { low = Math.min(low, p[index]); most = Math.max(most, p[index]); } return most > low ? [low, most] : [low - 1, low + 1]; };
+    const [x0, x1] = range(0), [y0, y1] = range(1), x = (v) => left + ((v - x0) / (x1 - x0)) * wide, y = (v) => top + (1 - (v - y0) / (y1 - y0)) * high;
+    const chart = make("svg", { class: "chart", width: left + wide + 20, height: top + high + 40, role: "img", "aria-label": name || up || "curves" });
+    for (const v of ticks(y0, y1)) chart.append(make("line", { x1: left, x2: left + wide, y1: y(v), y2: y(v) }), make("text", { x: 4, y: y(v) + 4, class: "dim" }, short(v)));
+    for (const v of ticks(x0, x1)) chart.append(make("text", { x: x(v) - 4, y: top + high + 16, class: "dim" }, short(v)));
+    for (const one of series) {
+      chart.append(make("polyline", { fill: "none", stroke: line(one), "stroke-width": 1.6, points: one.points.map((p) => x(p[0]).toFixed(1) + "," + y(p[1]).toFixed(1)).join(" ") }));
+      if (one.points.length <= 2000) {
+        for (const p of one.points) chart.append(make("circle", { class: "point", cx: x(p[0]), cy: y(p[1]), r: 4, fill: line(one) }, make("title", {}, `${one.name}: ${up} ${short(p[1])} at ${across} ${short(p[0])}`)));
+      }
     }
-    for (const one of series) chart.append(make("polyline", { fill: "none", stroke: `hsl(${hue(one.name)} 60% 50%)`, "stroke-width": 1.6, points: one.points.map((p) => x(p[0]).toFixed(1) + "," + y(p[1]).toFixed(1)).join(" ") }));
-    chart.append(make("text", { x: 60 + wide / 2, y: high + 44, class: "dim" }, this.data.x || ""), make("text", { x: 4, y: 8, class: "dim" }, this.data.y || ""));
-    this.body.replaceChildren(make("div", { class: "legend" }, series.map((one) => make("span", {}, make("i", { style: `background:hsl(${hue(one.name)} 60% 50%)` }), one.name))), chart);
+    chart.append(make("text", { x: left + wide / 2, y: top + high + 34, class: "dim" }, across), make("text", { x: 4, y: 11, class: "dim" }, up));
+    const legend = make("div", { class: "legend" }, series.map((one) => make("span", {}, make("i", { style: `background:${line(one)}` }), one.name)));
+    return make("div", { class: "series" }, name ? make("h2", {}, name) : null, legend, chart);
   }
   key() { return false; }
 }

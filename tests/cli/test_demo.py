@@ -1,0 +1,83 @@
+"""``sternway demo`` with real processes, and the report it writes in a real Chromium."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from browser import Browser
+from sternway import cli
+
+SMALL = ("--dim", "16", "--layers", "4", "--steps", "3", "--microbatches", "4", "--compared-steps", "1")
+
+
+def _demo(*arguments: str, out: Path) -> str:
+    result = CliRunner().invoke(cli.app, ["demo", *SMALL, *arguments, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    out = tmp_path_factory.mktemp("demo")
+    return json.loads(_demo("--json", out=out)), out / "report.html"
+
+
+def test_trains_across_processes(trained: tuple[dict[str, Any], Path]) -> None:
+    record, report = trained
+    assert record["gradients_equal"]
+    assert len(record["losses"]) == 3
+    assert record["schedule"].startswith("search")
+    assert set(record["efficiency"]) == {
+        f"sternway {record['schedule']}",
+        "torch Schedule1F1B",
+        "torch ScheduleZBVZeroBubble",
+    }
+    assert record["report"] == str(report)
+
+
+def test_prints_a_table_and_takes_a_schedule(tmp_path: Path) -> None:
+    text = _demo("--schedule", "zb-v", out=tmp_path)
+    assert "First step's gradients equal to one process's" in text
+    assert "zb-v" in text
+
+
+def test_says_what_failed_in_a_process(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["demo", *SMALL, "--schedule", "no-such", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "no-such" in str(result.exception)
+
+
+def test_the_report_shows_the_step_the_loss_and_the_memory(trained: tuple[dict[str, Any], Path]) -> None:
+    record, report = trained
+    with Browser() as browser:
+        browser.open(report)
+        tabs = browser.run("[...document.querySelectorAll('[role=tab]')].map(t => t.textContent)")
+        assert tabs == ["Timeline", "Curves"]
+        planned, measured = (
+            browser.run(f"document.querySelectorAll('#timeline .series')[{i}].querySelectorAll('rect.event').length")
+            for i in range(2)
+        )
+        assert planned == measured >= 2 * 4 * 3  # F, I and W of four microbatches on two ranks
+        hover = browser.run("document.querySelector('#timeline rect.event title').textContent")
+        assert hover.startswith("0F0: 0 to ")
+        assert hover.endswith(" ms, rank 0")
+        width = "document.querySelector('#timeline svg').width.baseVal.value"
+        before = browser.run(width)
+        browser.press("+")
+        assert browser.run(width) > before
+        browser.run("document.querySelectorAll('[role=tab]')[1].click()")
+        lines = browser.run(
+            "[...document.querySelectorAll('#curves svg')].map(s => s.querySelectorAll('polyline').length)"
+        )
+        assert lines == [1, 4]  # the loss; memory planned and measured on two ranks
+        shown = browser.run(
+            "[...document.querySelectorAll('#curves svg')[0].querySelectorAll('title')].map(t => t.textContent)"
+        )
+        assert shown[0] == f"loss: loss {record['losses'][0]:.4g} at step 0"
+        assert browser.errors == []
+        assert all(url.startswith(("file:", "about:")) for url in browser.requests)
