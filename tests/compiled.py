@@ -1,4 +1,4 @@
-"""Compiling with backend "sternway" in tests: by its function, so that it is this checkout's and not an installed one's."""
+"""Compiling with backend "sternway" in tests: by its function, so that it is this checkout's and not another's."""
 
 from __future__ import annotations
 

@@ -239,9 +239,9 @@ def test_checkpoints_recompute_once_and_custom_operators_run_once(inner: str, ch
     COUNTS.update(forward=0, backward=0)
     y = fast(x).square().sum()
     grad, pending = split.backward_input(y, None, x)
-    assert COUNTS == {"forward": 1 + checkpointed, "backward": 1}
+    assert (COUNTS["forward"], COUNTS["backward"]) == (1 + checkpointed, 1)
     pending.run()
-    assert COUNTS == {"forward": 1 + checkpointed, "backward": 1}
+    assert (COUNTS["forward"], COUNTS["backward"]) == (1 + checkpointed, 1)
     torch.testing.assert_close(grad, their_x.grad)
     assert_same_grads(model, reference)
     assert len(pending.deferred) >= 4
@@ -355,9 +355,7 @@ def test_graph_breaks_and_other_shapes() -> None:
 def test_dynamic_shapes(inner: str) -> None:
     model = gpt(8, 1, heads=2)
     for rows, length in ((2, 3), (4, 5), (3, 7)):
-        assert_compiled_equals_backward(
-            model, x_of(rows, length, 8), inner=inner, dynamic=True, rtol=1e-4, atol=1e-5
-        )
+        assert_compiled_equals_backward(model, x_of(rows, length, 8), inner=inner, dynamic=True, rtol=1e-4, atol=1e-5)
         model.zero_grad()
     assert counters["stats"]["unique_graphs"] <= 2
 

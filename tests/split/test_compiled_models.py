@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from models import gpt
-from torch import nn
 from test_models import MODELS, WAITS
+from torch import nn
 
 from compare import assert_same_grads, names, twin
 from compiled import assert_compiled_equals_backward, compiled

@@ -97,9 +97,7 @@ def _own(value: Tensor, parameter: Tensor, part: Part) -> Tensor:
 def _laid_out(value: Tensor, parameter: Tensor) -> Tensor:
     """``value`` in the parameter's type and layout, as autograd's first ``.grad`` is."""
     dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
-    if value.dtype == parameter.dtype and (
-        value.stride() == parameter.stride() if dense else value.is_contiguous()
-    ):
+    if value.dtype == parameter.dtype and (value.stride() == parameter.stride() if dense else value.is_contiguous()):
         return value
     like = torch.empty_like(parameter) if dense else torch.empty_like(parameter, memory_format=torch.contiguous_format)
     return like.copy_(value)

@@ -50,7 +50,8 @@ def weight_slots(module: GraphModule, parameters: Collection[int]) -> set[int]:
 
 
 def output_of(module: GraphModule) -> Node:
-    return next(iter(reversed(module.graph.nodes)))
+    node: Node = next(iter(reversed(module.graph.nodes)))
+    return node
 
 
 @dataclass(frozen=True, slots=True)

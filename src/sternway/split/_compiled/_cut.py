@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import networkx
+import networkx  # type: ignore[import-untyped]  # torch's own dependency
 import torch
 from torch.fx import Graph, Node
 

@@ -16,6 +16,7 @@ from sternway.split._compiled._report import CompiledGraphs
 
 _count = itertools.count()
 
+
 @dataclass(frozen=True, slots=True)
 class Like:
     """What the engine checks of a gradient."""

@@ -19,8 +19,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import GraphModule
 from torch.nn import Parameter
 
-from sternway.split._compiled._build import Half, Source, Strides, build, forbid_donation
 from sternway.split._compiled._block import Boxed
+from sternway.split._compiled._build import Half, Source, Strides, build, forbid_donation
 from sternway.split._compiled._partition import partition
 from sternway.split._compiled._report import CompiledGraph, describe
 
@@ -31,8 +31,10 @@ class Partitioner(CustomPartitionerFn):
     def __init__(self, parameters: frozenset[int] = frozenset()) -> None:
         self._parameters = parameters
 
-    def __call__(self, joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
-        return partition(joint, inputs, self._parameters, fuses=True, **options)
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        return partition(gm, joint_inputs, self._parameters, fuses=True, **kwargs)
 
     def uuid(self) -> str:
         return "sternway"
@@ -71,6 +73,12 @@ def compile_with_inductor(
         return build(graph, examples, Source(parameters, forward[0]), compile_i, compile_half)
 
     modes = list_mode_options(mode) if mode else {}
-    config = {**modes, **settings, "triton.cudagraphs": False, "custom_partitioner_fn": Partitioner(frozenset(parameters))}
+    config = {
+        **modes,
+        **settings,
+        "triton.cudagraphs": False,
+        "custom_partitioner_fn": Partitioner(frozenset(parameters)),
+    }
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        return compile_fx(module, list(inputs), inner_compile=inner_compile, config_patches=config)
+        compiled: Any = compile_fx(module, list(inputs), inner_compile=inner_compile, config_patches=config)
+    return compiled  # type: ignore[no-any-return]

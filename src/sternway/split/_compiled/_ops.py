@@ -138,5 +138,5 @@ def flops(node: Node) -> int:
             return torch.empty([hint(size) for size in found.shape], device="meta", dtype=found.dtype)
         return hint(found) if isinstance(found, SymInt) else found
 
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)  # type: ignore[no-untyped-call]
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
     return int(formula(*args, **kwargs, out_val=value(node)))
