@@ -38,4 +38,5 @@ def preview(roots: list[GradientEdge], order: list[Any], nodes: list[Node]) -> S
             behind |= dict.fromkeys(map(name, found))
         node = nodes[numbers[cut.node]]
         waits.append(Waiting(node.id, node.kind, node.module, tuple(behind)))
-    return SplitPreview(tuple(waits), tuple(sorted(map(name, plan.ready))))
+    ready = dict.fromkeys([*plan.ready, *(leaf for compiled in plan.compiled for leaf in compiled.leaves)])
+    return SplitPreview(tuple(waits), tuple(sorted(map(name, ready))))

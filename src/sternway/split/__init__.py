@@ -11,6 +11,8 @@ Example:
 
 from sternway.split import _known  # noqa: F401 - fills the table of rules
 from sternway.split._backward import backward_input
+from sternway.split._compiled._inspect import inspect
+from sternway.split._compiled._report import CompiledGraph, CompiledGraphs, Step
 from sternway.split._install import install, uninstall
 from sternway.split._later import Later, Product
 from sternway.split._pending import Pending
@@ -18,10 +20,14 @@ from sternway.split._rules import rule
 from sternway.split._stage import stage_backward, stage_backward_input, stage_backward_weight
 
 __all__ = [
+    "CompiledGraph",
+    "CompiledGraphs",
     "Later",
     "Pending",
     "Product",
+    "Step",
     "backward_input",
+    "inspect",
     "install",
     "rule",
     "stage_backward",

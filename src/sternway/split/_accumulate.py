@@ -86,17 +86,34 @@ def _product(parameter: Tensor, part: Part) -> Callable[[], Tensor] | None:
     return later.adding(total, part.grad, part.transposed)
 
 
+def accumulate(parameters: list[Tensor], values: list[Tensor]) -> None:
+    """Add to the gradients of parameters that nobody watches values that are nobody else's."""
+    totals, added = [], []
+    for parameter, value in zip(parameters, values, strict=True):
+        if (total := parameter.grad) is None:
+            parameter.grad = _laid_out(value, parameter)
+        else:
+            totals.append(total)
+            added.append(value)
+    if totals:
+        torch._foreach_add_(totals, added)
+
+
 def _own(value: Tensor, parameter: Tensor, part: Part) -> Tensor:
     """``value`` as a first ``.grad``: of the parameter's type and layout, and sharing memory with nothing."""
     if value.layout != torch.strided:
         return value.clone() if part.later is None else value
-    shared = {t.untyped_storage().data_ptr() for t in part.tensors() if t.layout == torch.strided}
+    if value.untyped_storage().data_ptr() in {
+        tensor.untyped_storage().data_ptr() for tensor in part.tensors() if tensor.layout == torch.strided
+    }:
+        value = value.clone(memory_format=torch.preserve_format)
+    return _laid_out(value, parameter)
+
+
+def _laid_out(value: Tensor, parameter: Tensor) -> Tensor:
+    """``value`` in the parameter's type and layout, as autograd's first ``.grad`` is."""
     dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
-    if (
-        value.dtype == parameter.dtype
-        and (value.stride() == parameter.stride() if dense else value.is_contiguous())
-        and value.untyped_storage().data_ptr() not in shared
-    ):
+    if value.dtype == parameter.dtype and (value.stride() == parameter.stride() if dense else value.is_contiguous()):
         return value
     like = torch.empty_like(parameter) if dense else torch.empty_like(parameter, memory_format=torch.contiguous_format)
     return like.copy_(value)

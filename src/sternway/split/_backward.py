@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sternway.errors import SplitError
+from sternway.split._compiled._offer import Offer, making
 from sternway.split._part import Catch
 from sternway.split._pending import Pending
 from sternway.split._plan import make_plan
@@ -63,14 +64,17 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
     catches = [Catch(cut) for cut in plan.cuts]
     bottom = [catch for catch in catches if not catch.cut.runs_in_i]
     nodes = [*plan.ready, *[catch.cut.node for catch in bottom]]
-    edges = [GradientEdge(*place) for place in places] + [GradientEdge(node, 0) for node in nodes]
-    with _catching(catches), _hidden_hooks(plan.ready), _stopped(plan.inner) as stopped:
+    edges = [GradientEdge(*place) for place in places] + [GradientEdge(node, 0) for node in (*nodes, *plan.triggers)]
+    offers = [Offer(each.node, each.positions) for each in plan.compiled]
+    hidden = [*plan.ready, *plan.triggers]
+    with _catching(catches), making(offers), _hidden_hooks(hidden), _stopped(plan.inner) as stopped:
         found = torch.autograd.grad(tensors, edges, grads, allow_unused=True)
     of_nodes = found[len(places) :]
-    for catch, grad in zip(bottom, of_nodes[len(plan.ready) :], strict=True):
+    for catch, grad in zip(bottom, of_nodes[len(plan.ready) :], strict=False):
         catch.grads.append((grad,))
     ready = [(leaf, grad) for leaf, grad in zip(plan.ready, of_nodes, strict=False) if grad is not None]
-    pending = Pending(catches, ready)
+    ready += [part for offer in offers for part in offer.ready]
+    pending = Pending(catches, ready, [offer.block for offer in offers if offer.block is not None])
     refuse_resharded(pending)
     grad_at = dict(zip(places, found, strict=False)) | stopped
     return replace_leaves(lambda leaf: grad_at[wanted[id(leaf)]] if id(leaf) in wanted else None, inputs), pending

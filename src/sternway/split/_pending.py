@@ -5,7 +5,7 @@ end in the same parameter are run together, so that it gets its whole gradient a
 
 A parameter that nobody watches takes its parts straight into ``.grad``: that is ``_accumulate``. Otherwise, or where
 something lies between the part and the parameter (a slice, ``W + A @ B``), the engine takes the parts from their edges
-on, as in a backward.
+on, as in a backward. What a compiled graph left is a block: one call computes the gradients of many parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch.autograd.graph import GradientEdge
 
 from sternway.errors import PendingError
 from sternway.saved import Policy
-from sternway.split._accumulate import Work, unwatched
+from sternway.split._accumulate import Work, accumulate, unwatched
+from sternway.split._compiled._block import Block, Late
 from sternway.split._later import storage_bytes
 from sternway.split._part import Catch, Part
 from sternway.split._target import Node, leaves_behind
@@ -42,8 +43,11 @@ class Pending:
     Dropping it frees what it holds; the parameters then never get these gradients.
     """
 
-    def __init__(self, catches: Iterable[Catch], ready: Sequence[tuple[Node, Tensor]]) -> None:
+    def __init__(
+        self, catches: Iterable[Catch], ready: Sequence[tuple[Node, Tensor]], blocks: Sequence[Block] = ()
+    ) -> None:
         self._state = "waiting"
+        self._blocks = list(blocks)
         self._direct: dict[Node, list[Part]] = {}
         self._groups: deque[_Group] = deque()
         self._late: dict[Node, None] = {}
@@ -68,6 +72,9 @@ class Pending:
         for group in self._groups:
             for leaf in group.leaves:
                 group.parts += direct.pop(leaf, ())
+        for block in blocks:
+            late |= dict.fromkeys(block.late)
+            self._early += block.early
 
     @property
     def deferred(self) -> tuple[Tensor, ...]:
@@ -77,7 +84,7 @@ class Pending:
     @property
     def ready(self) -> tuple[Tensor, ...]:
         """Parameters whose gradient is computed already and only waits to be accumulated."""
-        return tuple([leaf.variable for leaf in self._early if leaf not in self._late])
+        return tuple([leaf.variable for leaf in dict.fromkeys(self._early) if leaf not in self._late])
 
     def _group(self, part: Part) -> None:
         """Put ``part`` with whatever shares a parameter with it."""
@@ -95,6 +102,7 @@ class Pending:
     def nbytes(self) -> int:
         """Bytes held until ``run()``, each storage once, the parameters' own not counted."""
         tensors = [tensor for part in self._parts() for tensor in part.tensors()]
+        tensors += [tensor for block in self._blocks for tensor in block.waiting.kept]
         return storage_bytes(tensors, [*self.deferred, *self.ready])
 
     def _parts(self) -> list[Part]:
@@ -134,6 +142,8 @@ class Pending:
         written: list[Tensor] = []
         with torch.no_grad():
             work = Work()
+            while self._blocks:
+                written += self._run_block(self._blocks.pop(), anomaly)
             while direct:
                 leaf, parts = direct.popitem()
                 parameter = leaf.variable
@@ -153,8 +163,24 @@ class Pending:
             self._compute_what_hooks_might_change()
             while groups:
                 _hand_to_engine(groups.popleft(), anomaly)
-        _notify(written)
+        _notify(list({id(parameter): parameter for parameter in written}.values()))
         self._state = "has run"
+
+    def _run_block(self, block: Block, anomaly: bool) -> list[Tensor]:
+        """Compute a block for the parameters that nobody watches, which are returned; the others take it in parts."""
+        waiting, mine = block.waiting, []
+        waiting.check()
+        for leaf, index in (*block.early.items(), *block.late.items()):
+            parameter = leaf.variable
+            group = next((group for group in self._groups if leaf in group.leaves), None)
+            if group is None and not anomaly and unwatched(parameter):
+                if parameter.requires_grad:
+                    mine.append((parameter, index))
+            else:
+                part = Part(_NONE, Late(waiting, index), (leaf, 0), False)
+                (self._direct.setdefault(leaf, []) if group is None else group.parts).append(part)
+        accumulate([parameter for parameter, _ in mine], waiting.take([index for _, index in mine]))
+        return [parameter for parameter, _ in mine]
 
     def _compute_what_hooks_might_change(self) -> None:
         """What is made from a parameter, before any hook runs: an optimizer in the backward changes parameters."""
@@ -168,6 +194,9 @@ class Pending:
             f"Pending({self._state}: {len(self.deferred)} parameters deferred, {len(self.ready)} ready, "
             f"{self.nbytes} bytes held)"
         )
+
+
+_NONE = torch.empty(0)  # stands for the gradient of an output, where what waits needs none
 
 
 def _hand_to_engine(group: _Group, anomaly: bool) -> None:

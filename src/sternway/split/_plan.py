@@ -17,6 +17,9 @@ An edge may wait if its operand has a rule and only parameters lie behind it. In
 too, so the shape of what is behind decides: a chain from a parameter (views, casts, arithmetic) is a weight; something
 with matrix products of its own is an activation, unless it stands where weights stand (``W + A @ B`` as the right side
 of a product).
+
+A compiled graph is one node, which knows itself which of the leaves behind it can wait (``_compiled``). The plan notes
+that it is to be asked, and keeps those leaves off the spine.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from torch.autograd.function import BackwardCFunction
 
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._saved import Packing, packing
-from sternway.split._target import AccumulateGrad, Edge, Node, Target, direct_target
+from sternway.split._target import AccumulateGrad, Edge, Node, Target, direct_target, leaves_behind
 from sternway.split._unsupported import UNSUPPORTED
 
 
@@ -53,27 +56,37 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled graph's node, and which of its edges lead straight to leaves."""
+
+    node: Node
+    positions: list[int]
+
+    @property
+    def leaves(self) -> list[Node]:
+        edges = self.node.next_functions
+        return [edges[position][0] for position in self.positions]
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What I catches at the cuts, and the leaves (AccumulateGrad nodes) whose gradient I computes whole."""
 
     cuts: list[Cut]
     ready: list[Node]
     inner: list[Edge]  # inputs inside the graph, at which gradient must be stopped if something below needs it
+    compiled: list[Compiled]
+    triggers: list[Node]  # leaves to be asked for, so that the engine runs a compiled graph that nothing lies below
 
 
 def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> Plan:
     """Plan the split of the graph between ``roots`` and ``inputs``."""
     planner = _Planner(inputs)
     planner.walk([node for node, index in roots if (node, index) not in inputs])
-    while clashes := [(cut, wait) for cut in planner.cuts for wait in cut.waits if planner.on_spine(wait)]:
-        # A node runs once, and the engine computes every path to a leaf that it is asked for. So an edge to what I
-        # reaches in another way cannot wait; it joins the spine, and may take others along.
-        for cut, wait in clashes:
-            cut.waits.remove(wait)
-            cut.runs_in_i = True
-        planner.walk([wait.edge[0] for _, wait in clashes])
+    planner.settle()
+    triggers = planner.triggers()
     inner = [edge for edge in inputs if type(edge[0]) is not AccumulateGrad]
-    return Plan([cut for cut in planner.cuts if cut.waits], planner.leaves, inner)
+    return Plan([cut for cut in planner.cuts if cut.waits], planner.leaves, inner, planner.compiled, triggers)
 
 
 class _Planner:
@@ -87,6 +100,34 @@ class _Planner:
         self.spine: set[Node] = set()
         self.leaves: list[Node] = []
         self.cuts: list[Cut] = []
+        self.compiled: list[Compiled] = []
+        self.compiled_kinds: set[type] = set()
+
+    def settle(self) -> None:
+        """Let no edge wait that cannot.
+
+        A node runs once, and the engine computes every path to a leaf that it is asked for. So an edge to what I
+        reaches in another way cannot wait; it joins the spine, and may take others along.
+        """
+        while clashes := [(cut, wait) for cut in self.cuts for wait in cut.waits if self.on_spine(wait)]:
+            for cut, wait in clashes:
+                cut.waits.remove(wait)
+                cut.runs_in_i = True
+            self.walk([wait.edge[0] for _, wait in clashes])
+
+    def triggers(self) -> list[Node]:
+        """For each compiled graph with nothing but leaves below it, one of them that no cut waits for."""
+        found = []
+        for compiled in self.compiled:
+            if len([1 for child, _ in compiled.node.next_functions if child is not None]) == len(compiled.positions):
+                waits = [wait for cut in self.cuts for wait in cut.waits]
+                late = {leaf for w in waits for leaf in ([w.target.leaf] if w.target else leaves_behind(w.edge))}
+                free = [leaf for leaf in compiled.leaves if leaf not in late]
+                if not free:
+                    self.walk([compiled.leaves[0]])
+                    self.settle()
+                found += free[:1]
+        return found
 
     def walk(self, stack: list[Node]) -> None:
         """Extend the spine from ``stack`` downwards."""
@@ -102,6 +143,8 @@ class _Planner:
                 continue
             edges = node.next_functions
             operands = kinds[kind] if kind in kinds else self.look_up(kind, node)
+            if kind in self.compiled_kinds:
+                edges = self.past_leaves(node, edges)
             if operands is not None and (cut := self.cut(node, edges, operands)):
                 self.cuts.append(cut)
                 waiting = [wait.operand.position for wait in cut.waits]
@@ -117,7 +160,17 @@ class _Planner:
             UNSUPPORTED[name](node)
         else:
             self.kinds[kind] = RULES.get(name)
+            if name == "CompiledFunctionBackward":
+                self.compiled_kinds.add(kind)
         return RULES.get(name)
+
+    def past_leaves(self, node: Node, edges: tuple[Edge, ...]) -> list[Edge]:
+        """The edges of a compiled graph that are followed: those to leaves are its own affair."""
+        inputs = self.inputs
+        positions = [i for i, edge in enumerate(edges) if type(edge[0]) is AccumulateGrad and edge not in inputs]
+        if positions:
+            self.compiled.append(Compiled(node, positions))
+        return [edge for edge in edges if type(edge[0]) is not AccumulateGrad]
 
     def cut(self, node: Node, edges: tuple[Edge, ...], operands: Operands) -> Cut | None:
         """The node as a cut, if some of its operands can wait."""

@@ -1,0 +1,95 @@
+"""What a compiled graph leaves to W: one call that computes the gradients of many parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sternway.errors import PendingError
+from sternway.split._later import Later
+from sternway.split._target import Node
+
+Boxed = Callable[[list[Any]], Sequence[Any]]  # a compiled graph: it empties the list as it goes
+
+
+class Waiting:
+    """One W that waits: its inputs until it has run, then those of its gradients that nobody has taken yet.
+
+    Args:
+        w: the compiled W, if there is one.
+        inputs: what it takes.
+        early: weight gradients that I has computed; they stand before those that W computes.
+        own: of each gradient, whether it shares memory with nothing.
+    """
+
+    __slots__ = ("_early", "_grads", "_inputs", "_own", "_versions", "_w", "kept")
+
+    def __init__(self, w: Boxed | None, inputs: list[Any], early: list[Any], own: tuple[bool, ...]) -> None:
+        # A saved input of the graph comes back with its history; holding that would hold the graph before it.
+        inputs = [value.detach() if isinstance(value, Tensor) and value.requires_grad else value for value in inputs]
+        self._w, self._inputs, self._early, self._own = w, inputs, early, own
+        self.kept = tuple([value for value in (*inputs, *early) if isinstance(value, Tensor)])
+        self._versions = [tensor._version for tensor in self.kept]
+        self._grads: list[Any] | None = None
+
+    def was_changed(self) -> bool:
+        return self._grads is None and self._versions != [tensor._version for tensor in self.kept]
+
+    def check(self) -> None:
+        """Raise if what W needs was changed since I, as autograd does for what it saves."""
+        if self.was_changed():
+            raise PendingError(
+                "what I leaves for W stays as it is",
+                got="an input of a compiled W changed in place",
+                fix="change a copy, or run W first",
+            )
+
+    def take(self, indices: list[int]) -> list[Tensor]:
+        """Some of the gradients, each once; the first asked for computes them all."""
+        if not indices:
+            return []
+        if self._grads is None:
+            inputs, grads = self._inputs, self._early
+            self._inputs, self._early, self.kept = [], [], ()
+            if self._w is not None:
+                with torch.no_grad(), torch._C._DisableAutocast():
+                    grads = [*grads, *self._w(inputs)]
+            self._grads = grads
+        own, taken = self._own, []
+        for index in indices:
+            grad, self._grads[index] = self._grads[index], None
+            taken.append(grad if own[index] else grad.clone())
+        return taken
+
+
+class Block:
+    """A W that waits, and where its gradients go: by leaf, their places among them."""
+
+    __slots__ = ("early", "late", "waiting")
+
+    def __init__(self, waiting: Waiting) -> None:
+        self.waiting = waiting
+        self.early: dict[Node, int] = {}
+        self.late: dict[Node, int] = {}
+
+
+class Late(Later):
+    """One gradient of a block, for a parameter that the engine has to see to."""
+
+    __slots__ = ("_index", "_waiting")
+
+    def __init__(self, waiting: Waiting, index: int) -> None:
+        self._waiting, self._index = waiting, index
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:  # type: ignore[override]  # it empties when W has run
+        return self._waiting.kept
+
+    def gradient(self, grad: Tensor, transposed: bool = False) -> Tensor:
+        return self._waiting.take([self._index])[0]
+
+    def was_changed(self) -> bool:
+        return self._waiting.was_changed()

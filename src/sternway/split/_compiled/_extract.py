@@ -1,0 +1,41 @@
+"""A part of a graph as a graph of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch.fx import Graph, GraphModule, Node
+
+
+def extract(
+    module: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node], effects: Sequence[Node], name: str
+) -> GraphModule:
+    """The nodes that lead from ``inputs`` to ``outputs`` and ``effects``, in their order.
+
+    ``inputs`` become placeholders, whatever they were. The new module shares constants with the old.
+    """
+    known: dict[Node, Node] = {}
+    graph = Graph()
+    for node in inputs:
+        known[node] = graph.placeholder(node.name)
+        known[node].meta = dict(node.meta)
+    wanted = between([*outputs, *effects], set(inputs))
+    for node in module.graph.nodes:
+        if node in wanted and node not in known:
+            known[node] = graph.node_copy(node, lambda argument: known[argument])
+    graph.output(tuple(known[node] for node in outputs))
+    graph.lint()
+    return GraphModule(module, graph, class_name=name)
+
+
+def between(outputs: Iterable[Node], inputs: set[Node]) -> set[Node]:
+    """What ``outputs`` are computed from, themselves included, going no further than ``inputs``."""
+    stack = list(outputs)
+    found = set(stack)
+    while stack:
+        node = stack.pop()
+        if node not in inputs:
+            new = set(node.all_input_nodes) - found
+            found |= new
+            stack += new
+    return found

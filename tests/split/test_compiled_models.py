@@ -1,0 +1,108 @@
+"""Whole models compiled into F, I and W: split, and in an ordinary backward, they equal eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import gpt
+from test_models import MODELS, WAITS
+from torch import nn
+
+from compare import assert_same_grads, names, twin
+from compiled import assert_compiled_equals_backward, compiled
+from sternway import schedule, split
+from sternway.cli._gpt import GPT
+from sternway.pipeline import LocalTransport, Pipeline
+
+pytestmark = pytest.mark.filterwarnings("default:::torch")  # Dynamo and Inductor warn of themselves
+TOLERANCE = {"rtol": 2e-4, "atol": 2e-5}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("first_stage", [False, True], ids=["middle", "first"])
+@pytest.mark.parametrize("name", MODELS)
+def test_split_equals_backward(name: str, first_stage: bool) -> None:
+    make, shape = MODELS[name]
+    model = make()
+    x = torch.randn(shape, requires_grad=not first_stage)
+    pending = assert_compiled_equals_backward(model, x, **TOLERANCE)
+    deferred = names(model, pending.deferred)
+    for suffix in WAITS[name]:
+        wanted = {n for n, _ in model.named_parameters() if n == suffix or n.endswith("." + suffix)}
+        assert wanted <= deferred, f"not deferred: {sorted(wanted - deferred)}"
+
+
+@pytest.mark.parametrize("name", ["gpt", "convnet", "experts"])
+def test_inductor(name: str) -> None:
+    make, shape = MODELS[name]
+    model = make()
+    x = torch.randn(shape, requires_grad=True)
+    pending = assert_compiled_equals_backward(model, x, inner="inductor", **TOLERANCE)
+    ready = names(model, pending.ready)
+    assert ready == {n for n, _ in model.named_parameters() if "norm" in n}
+    graphs = split.inspect(model)
+    assert len(graphs) == 1
+    assert graphs[0].held_after_i <= graphs[0].held_after_f
+
+
+def test_inductor_as_the_first_stage() -> None:
+    model = gpt(16, 2)
+    pending = assert_compiled_equals_backward(model, torch.randn(2, 5, 16), inner="inductor", **TOLERANCE)
+    assert {n for n, _ in model.named_parameters() if "norm" not in n} <= names(model, pending.deferred)
+    (graphs,) = split.inspect(model)
+    assert graphs.I.flops > 0.4 * graphs.W.flops  # the spine is there: lower layers wait for upper ones
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_ordinary_backward(name: str) -> None:
+    make, shape = MODELS[name]
+    model = make()
+    reference, x, their_x = *twin(model), torch.randn(shape, requires_grad=True), None
+    their_x = x.detach().clone().requires_grad_()
+    fast = compiled(model)
+    for _ in range(2):
+        y, their_y = fast(x), reference(their_x)
+        torch.testing.assert_close(y, their_y, **TOLERANCE)
+        g = torch.randn_like(y)
+        y.backward(g)
+        their_y.backward(g)
+    torch.testing.assert_close(x.grad, their_x.grad, **TOLERANCE)
+    assert_same_grads(model, reference, **TOLERANCE)
+
+
+def test_a_gpt_from_tokens_to_loss() -> None:
+    model = GPT(vocabulary=11, dim=16, heads=2, layers=2, length=6)
+    tokens = torch.randint(0, 11, (3, 6))
+
+    def loss(model: GPT, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    pending = assert_compiled_equals_backward(model, tokens, call=loss)
+    assert {"tokens.weight", "positions.weight", "head.weight"} <= names(model, pending.deferred)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v", "dualpipe-v"])
+def test_schedules_with_compiled_stages(name: str) -> None:
+    plan = schedule.make(name, ranks=2, microbatches=4)
+    models = [gpt(8, 1, heads=2) for _ in range(plan.num_stages)]
+    reference = nn.Sequential(*(twin(model)[0] for model in models))
+    pipe = Pipeline(
+        {index: compiled(model) for index, model in enumerate(models)},
+        schedule=plan,
+        loss=nn.functional.mse_loss,
+        transport=LocalTransport(),
+    )
+    for length in (4, 4, 6):
+        x, target = torch.randn(8, length, 8), torch.randn(8, length, 8)
+        result = pipe.step(x, target=target)
+        loss = nn.functional.mse_loss(reference(x), target)
+        loss.backward()
+        torch.testing.assert_close(result.loss, loss.detach())
+    for model, theirs in zip(models, reference, strict=True):
+        assert_same_grads(model, theirs, rtol=1e-3, atol=1e-5)
+        (graphs, *_) = split.inspect(model)
+        assert graphs.late >= 8
