@@ -111,6 +111,8 @@ class Pending:
     def pack(self, policy: Policy) -> None:
         """Let a policy of ``sternway.saved`` have what waits, until ``run()``: moved away, or in fewer bytes.
 
+        What compiled graphs wait with stays as it is.
+
         Example:
             >>> from sternway import saved, split
             >>> layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)

@@ -83,6 +83,7 @@ class Late(Later):
 
     def __init__(self, waiting: Waiting, index: int) -> None:
         self._waiting, self._index = waiting, index
+        self.is_packed = False
 
     @property
     def kept(self) -> tuple[Tensor, ...]:  # type: ignore[override]  # it empties when W has run
