@@ -41,6 +41,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/pipeline/main.py
 	$(BIN)/python benchmarks/graph/main.py
 	$(BIN)/python benchmarks/atlas/main.py
+	$(BIN)/python benchmarks/saved/main.py
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

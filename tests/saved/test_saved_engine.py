@@ -140,21 +140,33 @@ def test_what_is_used_before_it_has_left_is_not_brought_back() -> None:
 
 
 def test_ahead_by_the_order_of_the_step_before() -> None:
-    """The branches are used in another order than the reverse of packing; by the second step that is known."""
+    """Used in the order of packing, which the first step does not expect; the second knows, and asks for the next."""
     store = LateStore()
     policy = moving(prefetch=400, window=0, store=store)
+    asked: list[list[int]] = []
 
-    def step() -> list[int]:
+    def step() -> None:
         x = torch.randn(100, requires_grad=True)
         with policy:
-            parts = [(x * factor).exp() for factor in (1.0, 2.0, 3.0)]
-        before = len(store.late.tickets)
-        for part in parts:  # the first packed first: the reverse of what is guessed
-            part.sum().backward(retain_graph=part is not parts[-1])
-        return [len(store.late.tickets) - before]
+            parts = [(x * factor).exp() for factor in (1.0, 2.0, 3.0, 4.0)]
+        asked.append([])
+        for part in parts:
+            part.sum().backward()
+            asked[-1].append(len(policy.engine._round.coming))
 
-    first, second = step(), step()
-    assert first >= second
+    for _ in range(2):
+        step()
+    assert asked == [[0, 0, 0, 0], [1, 1, 1, 0]]  # on their way after each use
+    coming = []
+    fetch = policy.engine.fetch
+
+    def spy(slot: Any) -> Tensor:
+        coming.append(slot.number in policy.engine._round.coming)
+        return fetch(slot)
+
+    policy.engine.fetch = spy  # type: ignore[method-assign]
+    step()
+    assert coming == [False, True, True, True]  # all but the first were on their way already
 
 
 # The plan

@@ -27,7 +27,7 @@ class Pool:
 
     def __init__(self, limit: int, pinned: bool) -> None:
         self.limit, self._pinned = limit, pinned
-        self._free: list[Buffer] = []
+        self._free: dict[int, list[Buffer]] = {}  # by size
         self._taken = 0
         self._changed = threading.Condition()
 
@@ -37,7 +37,7 @@ class Pool:
 
     @property
     def free_bytes(self) -> int:
-        return sum(buffer.data.numel() for buffer in self._free)
+        return sum(size * len(buffers) for size, buffers in self._free.items())
 
     def take(self, size: int, *, wait: bool = False) -> Buffer | None:
         """A buffer of at least ``size`` bytes; None if that would be more than the limit, unless told to wait.
@@ -47,14 +47,11 @@ class Pool:
         size = -(-max(size, 1) // _GRAIN) * _GRAIN
         with self._changed:
             while True:
-                fitting = [buffer for buffer in self._free if size <= buffer.data.numel() <= 2 * size]
-                if fitting:
-                    best = min(fitting, key=lambda buffer: buffer.data.numel())
-                    self._free.remove(best)
-                    self._taken += best.data.numel()
-                    return best
+                found = self._reuse(size) if size in self._free else self._reuse(self._nearest(size))
+                if found is not None:
+                    return found
                 while self._free and self._taken + self.free_bytes + size > self.limit:
-                    self._free.pop(0)
+                    self._drop_one()
                 if self._taken + size <= self.limit or (wait and not self._taken):
                     break
                 if not wait:
@@ -68,11 +65,30 @@ class Pool:
                 self._taken -= size
             raise
 
+    def _nearest(self, size: int) -> int:
+        return min((known for known in self._free if size <= known <= 2 * size), default=0)
+
+    def _reuse(self, size: int) -> Buffer | None:
+        if size not in self._free:
+            return None
+        buffer = self._free[size].pop()
+        if not self._free[size]:
+            del self._free[size]
+        self._taken += size
+        return buffer
+
+    def _drop_one(self) -> None:
+        size, buffers = next(iter(self._free.items()))
+        buffers.pop()
+        if not buffers:
+            del self._free[size]
+
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back."""
         with self._changed:
-            self._taken -= buffer.data.numel()
-            self._free.append(buffer)
+            size = buffer.data.numel()
+            self._taken -= size
+            self._free.setdefault(size, []).append(buffer)
             self._changed.notify_all()
 
     def clear(self) -> None:
