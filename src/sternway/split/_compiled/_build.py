@@ -13,10 +13,12 @@ from torch.nn import Parameter
 from sternway.split._compiled._block import Boxed
 from sternway.split._compiled._cut import halve, split_masked
 from sternway.split._compiled._extract import between, extract
-from sternway.split._compiled._halves import Halves, Like, Wiring
+from sternway.split._compiled._halves import Halves
 from sternway.split._compiled._inspect import KNOWN
 from sternway.split._compiled._ops import base, effects, nbytes
+from sternway.split._compiled._products import factors
 from sternway.split._compiled._report import CompiledGraph, CompiledGraphs, describe
+from sternway.split._compiled._wiring import Like, Wiring
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,8 @@ def build(
     late = {slot: node for slot, node in grads.items() if node not in cut.early}
     computed = [node for node in cut.held if node.op != "placeholder"]
     i_outputs = list(dict.fromkeys([*others.values(), *early.values(), *computed]))
-    w_outputs = list(late.values())
+    late_parts = [factors(graph, node) or (node,) for node in late.values()]
+    w_outputs = [node for part in late_parts for node in part]
 
     also = effects(graph)
     i_needs = between([*i_outputs, *also], set())
@@ -101,7 +104,8 @@ def build(
     w_inputs = [*(node for node in cut.held if node.op == "placeholder"), *computed]
     i_module = extract(module, i_inputs, i_outputs, also, "I")
     w_module = extract(module, w_inputs, w_outputs, (), "W")
-    report = _report(source.forward, i_module, w_module, free, tangents_of(graph), early.values(), len(late))
+    whole_w = extract(module, w_inputs, list(late.values()), (), "W")
+    report = _report(source.forward, i_module, whole_w, free, tangents_of(graph), early.values(), len(late))
 
     i, strides = compile_i(Half(i_module, [examples[place[n]] for n in i_inputs], [place[n] for n in i_inputs]))
     at = {node: index for index, node in enumerate(i_outputs)}
@@ -119,7 +123,7 @@ def build(
         w_holds=tuple(at[n] for n in computed),
         from_i=tuple((slot, at[n]) for slot, n in others.items()),
         early=tuple((slot, at[n]) for slot, n in early.items()),
-        late=tuple(late),
+        late=tuple((slot, len(part) == 2) for slot, part in zip(late, late_parts, strict=True)),
         own=tuple(slot in own for slot in (*early, *late)),
         likes=tuple(_like(n) for n in (*early.values(), *late.values())),
         slots=len(outputs),
