@@ -62,6 +62,18 @@ class Source:
 
     parameters: dict[int, Parameter]  # by place among the region's inputs
     forward: CompiledGraph
+    views: frozenset[str]  # the forward's nodes that only show a parameter's memory
+
+    @classmethod
+    def of(cls, forward: GraphModule, parameters: dict[int, Parameter]) -> Source:
+        """To be called before the forward is compiled, which changes its graph."""
+        views = {node.name for node in forward.graph.nodes if _place(base(node)) in parameters}
+        return cls(parameters, describe(forward, "F"), frozenset(views))
+
+
+def _place(node: Node) -> int | None:
+    """A placeholder's place among the region's inputs."""
+    return getattr(node.meta.get("desc"), "idx", None) if node.op == "placeholder" else None
 
 
 def build(
@@ -88,7 +100,7 @@ def build(
     others = {slot: node for slot, node in enumerate(outputs) if isinstance(node, Node) and slot not in waiting}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     place = {node: index for index, node in enumerate(placeholders)}
-    free = {node for node in placeholders if getattr(node.meta.get("desc"), "idx", None) in parameters}
+    free = {node for node in placeholders if _place(node) in parameters or node.name in source.views}
 
     cut = halve(graph, list(grads.values()), list(others.values()), free)
     early = {slot: node for slot, node in grads.items() if node in cut.early}
@@ -127,7 +139,7 @@ def build(
         own=tuple(slot in own for slot in (*early, *late)),
         likes=tuple(_like(n) for n in (*early.values(), *late.values())),
         slots=len(outputs),
-        parameter=next((place[n] for n in placeholders if n in free), None),
+        parameter=next((place[n] for n in placeholders if _place(n) in parameters), None),
     )
     halves = Halves(i, w, wiring, report)
     for parameter in source.parameters.values():
