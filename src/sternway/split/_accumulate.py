@@ -86,11 +86,19 @@ def _product(parameter: Tensor, part: Part) -> Callable[[], Tensor] | None:
     return later.adding(total, part.grad, part.transposed)
 
 
-def accumulate(parameters: list[Tensor], values: list[Tensor]) -> None:
-    """Add to the gradients of parameters that nobody watches values that are nobody else's."""
+def accumulate(parameters: list[Tensor], values: list[Tensor | tuple[Tensor, Tensor]]) -> None:
+    """Add to the gradients of parameters that nobody watches values that are nobody else's, or products of two."""
     totals, added = [], []
     for parameter, value in zip(parameters, values, strict=True):
-        if (total := parameter.grad) is None:
+        total = parameter.grad
+        if isinstance(value, tuple):
+            if total is None:
+                parameter.grad = _laid_out(torch.matmul(*value), parameter)
+            elif total.ndim == 2:
+                total.addmm_(*value)
+            else:
+                total.baddbmm_(*value)
+        elif total is None:
             parameter.grad = _laid_out(value, parameter)
         else:
             totals.append(total)

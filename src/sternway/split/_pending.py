@@ -170,19 +170,22 @@ class Pending:
 
     def _run_block(self, block: Block, anomaly: bool) -> list[Tensor]:
         """Compute a block for the parameters that nobody watches, which are returned; the others take it in parts."""
-        waiting, mine = block.waiting, []
+        waiting = block.waiting
         waiting.check()
+        parameters, indices = [], []
         for leaf, index in (*block.early.items(), *block.late.items()):
             parameter = leaf.variable
-            group = next((group for group in self._groups if leaf in group.leaves), None)
+            group = next((group for group in self._groups if leaf in group.leaves), None) if self._groups else None
             if group is None and not anomaly and unwatched(parameter):
                 if parameter.requires_grad:
-                    mine.append((parameter, index))
+                    parameters.append(parameter)
+                    indices.append(index)
             else:
                 part = Part(_NONE, Late(waiting, index), (leaf, 0), False)
                 (self._direct.setdefault(leaf, []) if group is None else group.parts).append(part)
-        accumulate([parameter for parameter, _ in mine], waiting.take([index for _, index in mine]))
-        return [parameter for parameter, _ in mine]
+        with torch._C._DisableAutocast():  # as the graph was compiled
+            accumulate(parameters, waiting.take(indices))
+        return parameters
 
     def _compute_what_hooks_might_change(self) -> None:
         """What is made from a parameter, before any hook runs: an optimizer in the backward changes parameters."""

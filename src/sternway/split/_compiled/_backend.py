@@ -20,7 +20,6 @@ from torch.nn import Parameter
 from sternway.errors import SplitError
 from sternway.split._compiled._build import Source, build, forbid_donation
 from sternway.split._compiled._partition import partition
-from sternway.split._compiled._report import CompiledGraph, describe
 
 
 def sternway(
@@ -76,10 +75,10 @@ def _has_compiler(inputs: Sequence[Any]) -> bool:
 
 
 def _with_nothing(module: GraphModule, inputs: Sequence[Any], parameters: dict[int, Parameter]) -> Callable[..., Any]:
-    forward: list[CompiledGraph] = []
+    source: list[Source] = []
 
     def compile_forward(graph: GraphModule, examples: Sequence[Any]) -> Any:
-        forward[:] = [describe(graph, "F")]
+        source[:] = [Source.of(graph, parameters)]
         return make_boxed_func(graph.forward)
 
     def compile_backward(graph: GraphModule, examples: Sequence[Any]) -> Any:
@@ -87,7 +86,7 @@ def _with_nothing(module: GraphModule, inputs: Sequence[Any], parameters: dict[i
         return build(
             graph,
             examples,
-            Source(parameters, forward[0]),
+            source[0],
             lambda half: (make_boxed_func(half.module.forward), []),
             lambda half: make_boxed_func(half.module.forward),
         )

@@ -13,10 +13,12 @@ from torch.nn import Parameter
 from sternway.split._compiled._block import Boxed
 from sternway.split._compiled._cut import halve, split_masked
 from sternway.split._compiled._extract import between, extract
-from sternway.split._compiled._halves import Halves, Like, Wiring
+from sternway.split._compiled._halves import Halves
 from sternway.split._compiled._inspect import KNOWN
 from sternway.split._compiled._ops import base, effects, nbytes
+from sternway.split._compiled._products import factors
 from sternway.split._compiled._report import CompiledGraph, CompiledGraphs, describe
+from sternway.split._compiled._wiring import Like, Wiring
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,18 @@ class Source:
 
     parameters: dict[int, Parameter]  # by place among the region's inputs
     forward: CompiledGraph
+    views: frozenset[str]  # the forward's nodes that only show a parameter's memory
+
+    @classmethod
+    def of(cls, forward: GraphModule, parameters: dict[int, Parameter]) -> Source:
+        """To be called before the forward is compiled, which changes its graph."""
+        views = {node.name for node in forward.graph.nodes if _place(base(node)) in parameters}
+        return cls(parameters, describe(forward, "F"), frozenset(views))
+
+
+def _place(node: Node) -> int | None:
+    """A placeholder's place among the region's inputs."""
+    return getattr(node.meta.get("desc"), "idx", None) if node.op == "placeholder" else None
 
 
 def build(
@@ -86,14 +100,15 @@ def build(
     others = {slot: node for slot, node in enumerate(outputs) if isinstance(node, Node) and slot not in waiting}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     place = {node: index for index, node in enumerate(placeholders)}
-    free = {node for node in placeholders if getattr(node.meta.get("desc"), "idx", None) in parameters}
+    free = {node for node in placeholders if _place(node) in parameters or node.name in source.views}
 
     cut = halve(graph, list(grads.values()), list(others.values()), free)
     early = {slot: node for slot, node in grads.items() if node in cut.early}
     late = {slot: node for slot, node in grads.items() if node not in cut.early}
     computed = [node for node in cut.held if node.op != "placeholder"]
     i_outputs = list(dict.fromkeys([*others.values(), *early.values(), *computed]))
-    w_outputs = list(late.values())
+    late_parts = [factors(graph, node) or (node,) for node in late.values()]
+    w_outputs = [node for part in late_parts for node in part]
 
     also = effects(graph)
     i_needs = between([*i_outputs, *also], set())
@@ -101,7 +116,8 @@ def build(
     w_inputs = [*(node for node in cut.held if node.op == "placeholder"), *computed]
     i_module = extract(module, i_inputs, i_outputs, also, "I")
     w_module = extract(module, w_inputs, w_outputs, (), "W")
-    report = _report(source.forward, i_module, w_module, free, tangents_of(graph), early.values(), len(late))
+    whole_w = extract(module, w_inputs, list(late.values()), (), "W")
+    report = _report(source.forward, i_module, whole_w, free, tangents_of(graph), early.values(), len(late))
 
     i, strides = compile_i(Half(i_module, [examples[place[n]] for n in i_inputs], [place[n] for n in i_inputs]))
     at = {node: index for index, node in enumerate(i_outputs)}
@@ -119,11 +135,11 @@ def build(
         w_holds=tuple(at[n] for n in computed),
         from_i=tuple((slot, at[n]) for slot, n in others.items()),
         early=tuple((slot, at[n]) for slot, n in early.items()),
-        late=tuple(late),
+        late=tuple((slot, len(part) == 2) for slot, part in zip(late, late_parts, strict=True)),
         own=tuple(slot in own for slot in (*early, *late)),
         likes=tuple(_like(n) for n in (*early.values(), *late.values())),
         slots=len(outputs),
-        parameter=next((place[n] for n in placeholders if n in free), None),
+        parameter=next((place[n] for n in placeholders if _place(n) in parameters), None),
     )
     halves = Halves(i, w, wiring, report)
     for parameter in source.parameters.values():

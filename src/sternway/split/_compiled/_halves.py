@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,33 +12,9 @@ from torch import Tensor
 from sternway.split._compiled._block import Boxed, Waiting
 from sternway.split._compiled._offer import take_offer
 from sternway.split._compiled._report import CompiledGraphs
+from sternway.split._compiled._wiring import Wiring
 
 _count = itertools.count()
-
-
-@dataclass(frozen=True, slots=True)
-class Like:
-    """What the engine checks of a gradient."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(frozen=True, slots=True)
-class Wiring:
-    """Where each half's values come from, and where they go, by index."""
-
-    i_takes: tuple[int, ...]  # I's inputs, among the backward's arguments
-    w_takes: tuple[int, ...]  # W's inputs: the backward's arguments first,
-    w_holds: tuple[int, ...]  # then what I computed, among I's outputs
-    from_i: tuple[tuple[int, int], ...]  # (slot of the backward's outputs, index among I's outputs)
-    early: tuple[tuple[int, int], ...]  # the same, for weight gradients that I computes
-    late: tuple[int, ...]  # the slots of W's outputs, in their order
-    own: tuple[bool, ...]  # of the weight gradients, early then late: whether they share memory with nothing,
-    likes: tuple[Like, ...]  # and what they are like
-    slots: int
-    parameter: int | None  # the place of some parameter among the backward's arguments
 
 
 class Halves:
@@ -80,14 +55,15 @@ class Halves:
                 results[slot] = found[index]
             del found
             if self._w is not None:
-                for slot, grad in zip(wiring.late, self._w(held), strict=True):
-                    results[slot] = grad
+                outputs = iter(self._w(held))
+                for slot, is_product in wiring.late:
+                    results[slot] = next(outputs) @ next(outputs) if is_product else next(outputs)
             return results
         marks = self._marks or self._make_marks()
         for slot, mark in marks:
             results[slot] = mark
         early = [found[index] for _, index in wiring.early]
-        offer.accept(Waiting(self._w, held, early, wiring.own), self._places, len(early))
+        offer.accept(Waiting(self._w, held, early, wiring), self._places, len(early))
         return results
 
     def see(self, parameter: Tensor) -> None:
@@ -97,7 +73,7 @@ class Halves:
 
     def _make_marks(self) -> list[tuple[int, Tensor]]:
         """By slot, one number seen in the gradient's shape: the engine looks at it before we take it back."""
-        slots = [*(slot for slot, _ in self._wiring.early), *self._wiring.late]
+        slots = [*(slot for slot, _ in self._wiring.early), *(slot for slot, _ in self._wiring.late)]
         for slot, like in zip(slots, self._wiring.likes, strict=True):
             self._marks.append((slot, torch.empty((), dtype=like.dtype, device=like.device).expand(like.shape)))
         self._places = {id(mark): place for place, (_, mark) in enumerate(self._marks)}

@@ -22,7 +22,6 @@ from torch.nn import Parameter
 from sternway.split._compiled._block import Boxed
 from sternway.split._compiled._build import Half, Source, Strides, build, forbid_donation
 from sternway.split._compiled._partition import partition
-from sternway.split._compiled._report import CompiledGraph, describe
 
 
 class Partitioner(CustomPartitionerFn):
@@ -51,12 +50,12 @@ def compile_with_inductor(
     settings: dict[str, Any],
 ) -> Callable[..., Any]:
     """Compile one of Dynamo's graphs."""
-    forward: list[CompiledGraph] = []
+    source: list[Source] = []
 
     def inner_compile(graph: GraphModule, examples: Sequence[Any], **kwargs: Any) -> Any:
         if not kwargs.get("is_backward"):
             if not kwargs.get("is_inference"):
-                forward[:] = [describe(graph, "F")]
+                source[:] = [Source.of(graph, parameters)]
             return compile_fx_inner(graph, examples, **kwargs)
         forbid_donation()
         static = set(kwargs.pop("static_input_idxs", ()))
@@ -70,7 +69,7 @@ def compile_with_inductor(
                 compiled = compile_half(half)
             return compiled, list(strides or [])
 
-        return build(graph, examples, Source(parameters, forward[0]), compile_i, compile_half)
+        return build(graph, examples, source[0], compile_i, compile_half)
 
     modes = list_mode_options(mode) if mode else {}
     config = {

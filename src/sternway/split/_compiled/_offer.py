@@ -62,12 +62,12 @@ class Offer:
             if place is None or block is None:
                 self.ready.append((leaf, grad))
             elif leaf in block.early or leaf in block.late:  # one parameter, given twice
-                self.ready.append((leaf, block.waiting.take([place])[0]))
+                self.ready.append((leaf, block.waiting.take_one(place)))
             else:
                 (block.early if place < self._early else block.late)[leaf] = place
         for position, grad in enumerate(left):
             if grad is not None and block is not None and id(grad) in marks:  # the split was asked for this one
-                left[position] = block.waiting.take([marks[id(grad)]])[0]
+                left[position] = block.waiting.take_one(marks[id(grad)])
         return tuple(left)
 
 
