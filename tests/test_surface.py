@@ -52,6 +52,7 @@ SURFACE = {
     ],
     "sternway.viewer": ["render", "write"],
     "sternway.hooks": ["Captured", "Handle", "capture", "on_grads"],
+    "sternway.state": ["BackwardState"],
     "sternway.graph": [
         "Change",
         "Diff",
