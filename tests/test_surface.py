@@ -72,6 +72,7 @@ SURFACE = {
         "offload",
         "recompute",
     ],
+    "sternway.state": ["BackwardState"],
     "sternway.graph": [
         "Change",
         "Diff",

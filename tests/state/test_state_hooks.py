@@ -179,6 +179,29 @@ def test_a_hook_that_writes_into_the_gradient_writes_into_its_own(way: str) -> N
     torch.testing.assert_close(x.grad, x.cos())
 
 
+@pytest.mark.parametrize("way", EVERY)
+def test_what_a_hook_changes_costs_no_recompile(way: str) -> None:
+    """Hooks that are made in compiled code, and change lists that they close over, at every step."""
+    state, seen, by_step = BackwardState(), [], {}
+
+    def note(word: str, grad: Tensor) -> None:
+        by_step[len(by_step)] = word
+
+    def forward(x: Tensor) -> Tensor:
+        def inner(grad: Tensor) -> None:
+            seen.append(grad.shape)
+
+        y = state.on_grad(x.sin(), lambda grad: seen.append(grad), lambda grad: inner(grad))
+        return state.on_grad(y.exp(), partial(note, "partial")).sum()
+
+    compiled, x = run(forward, way), leaf()
+    with no_recompile():
+        for _ in range(3):
+            compiled(x).backward()
+    assert len(seen) == 6
+    assert by_step == dict.fromkeys(range(3), "partial")
+
+
 @pytest.mark.parametrize("way", COMPILED)
 def test_dynamic_shapes_compile_once(way: str) -> None:
     seen: list[int] = []

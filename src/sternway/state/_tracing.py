@@ -3,6 +3,10 @@
 ``ask`` and ``tell`` are operators for the sake of their fake implementations, which run while tracing. The answer is a
 shape, which Dynamo knows as numbers; the nodes are dead code afterwards.
 
+A function that is made in the trace has to be made again after the graph has run. Dynamo first asks whether it is a
+constant, for which it looks at all that the function closes over, and guards on what it finds: a list that the hook
+appends to would mean a recompile at every step. So such functions are told to be none (``_carry_functions``).
+
 Notes are left on Dynamo's own objects: on the fake tensor of an ``on_grad``'s result, that it is one; on the fake keys,
 which state they come from; on the record of the graph, how many marks it has.
 """
@@ -11,6 +15,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -32,6 +37,7 @@ def ask(y: Tensor, key: Tensor) -> Tensor:
     tracing = _tracing()
     if tracing is None:
         return torch.empty(0, 0, 0)
+    _carry_functions()
     root = root_of(key)
     tracing.root = root if tracing.root is None else tracing.root
     of, number = getattr(y, "_sternway_mark", (None, 0))
@@ -80,6 +86,41 @@ def _number(code: CodeType) -> int:
     """The same for all graphs of one code, in every process: torch is to find compiled graphs again in its cache."""
     place = (code.co_filename, code.co_firstlineno, code.co_name, code.co_code, list(code.co_positions()))
     return 1 + zlib.crc32(repr(place).encode()) % 2**31
+
+
+def _carry_functions() -> None:
+    """Tell Dynamo that the functions of the ``show_traced`` being traced are no constants."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+        from torch._dynamo.variables import FunctoolsPartialVariable, NestedUserFunctionVariable
+
+        output = InstructionTranslator.current_tx().output
+        left = list(output.current_tx.symbolic_locals["fns"].items)
+        contents = output.side_effects.store_attr_mutations
+    except (ImportError, AttributeError, KeyError):
+        return  # built differently: hooks work, and may cost recompiles
+    known: list[Any] = []
+    while left:
+        made = left.pop()
+        kind = type(made)  # and not isinstance, which makes Dynamo look, and guard
+        if any(made is one for one in known) or not issubclass(
+            kind, FunctoolsPartialVariable | NestedUserFunctionVariable
+        ):
+            continue
+        known.append(made)
+        if made.source is None:
+            _note(made, "__class__", _carried(kind))
+        left.append(getattr(made, "func", None))  # of a partial
+        closure = getattr(made, "closure", None)
+        for cell in [] if closure is None else closure.items:  # other functions that were made in the trace
+            left.append(contents.get(cell, {}).get("cell_contents"))
+
+
+@cache
+def _carried(kind: type) -> type:
+    return (
+        kind if kind.__name__ == "_Carried" else type("_Carried", (kind,), {"is_python_constant": lambda self: False})
+    )
 
 
 def _note(holder: Any, name: str, value: Any) -> None:
