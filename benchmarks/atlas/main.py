@@ -151,14 +151,12 @@ def main() -> None:
         return
     print(f"{source.name}: Python {platform.python_version()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
     if costs:
-        print(
-            "| run | wall | CPU | peak memory, all processes | pages written | broken links |\n| --- | ---: | ---: | ---: | ---: | ---: |"
-        )
+        head = ("run", "wall", "CPU", "peak memory, all processes", "pages written", "broken links")
+        print(f"| {' | '.join(head)} |\n| --- |{' ---: |' * 5}")
         for cost in costs:
             broken = len(cost.report["broken"])  # type: ignore[arg-type]
-            print(
-                f"| {cost.what} | {cost.seconds:.1f} s | {cost.cpu_seconds:.1f} s | {cost.peak_mib:,.0f} MiB | {cost.report['written']:,} | {broken} |"
-            )
+            times = f"{cost.seconds:.1f} s | {cost.cpu_seconds:.1f} s | {cost.peak_mib:,.0f} MiB"
+            print(f"| {cost.what} | {times} | {cost.report['written']:,} | {broken} |")
         print(f"\nThe two cold runs wrote {'the same' if same else 'DIFFERENT'} bytes.\n")
     print("| kind of claim | claimed | true | precision | recall |\n| --- | ---: | ---: | ---: | ---: |")
     for row in rows:

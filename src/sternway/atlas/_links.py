@@ -39,6 +39,8 @@ class Broken(NamedTuple):
 @functools.lru_cache(maxsize=1 << 16)
 def page_of(kind: str, path: str, suffix: str) -> str:
     """The page that ``To(kind, path)`` means."""
+    if kind.startswith("_site/"):
+        return f"{kind}.html"
     if kind in ("docs", "kw"):
         return file_page(path, f"_{kind}{suffix}")
     return folder_page(path, f"{kind}{suffix}")

@@ -71,6 +71,11 @@ def kept(out: Path, sources: Mapping[str, str]) -> str:
     return text if all(sources.get(path) == digest for path, digest in files.items()) else ""
 
 
+def page(measured: str) -> dict[str, str]:
+    """The drawn graph, by its output path."""
+    return {"_site/backward.html": json.loads(measured)["page"]} if measured else {}
+
+
 def spread(measured: str, whole: Whole) -> Whole:
     """Each file's rows to its context."""
     if not measured:

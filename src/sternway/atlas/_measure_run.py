@@ -10,6 +10,7 @@ import json
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from sternway import graph, split
 from sternway.errors import AtlasError
@@ -31,11 +32,14 @@ def main(file: str, function: str, result: str, root: str) -> None:
     if isinstance(first, nn.Module) and len(rest) == 1:
         model, sample = first, rest[0]
         arguments = sample if isinstance(sample, tuple | list) else (sample,)
+        given = _calls(model)
         with graph.record(model):
             outputs = model(*arguments)
-        whole = _times(model, arguments)
+        times = _times(model, tuple(arguments), {})
+        whole = "forward (F) {} ms, input gradients (I) {} ms, weight gradients (W) {} ms; ".format(*times)
     elif isinstance(first, Tensor) and len(rest) == 1 and isinstance(rest[0], nn.Module):
-        model, outputs, whole = rest[0], first, "times are measured where the function returns a model and a sample; "
+        model, outputs, given = rest[0], first, {}
+        whole = "times are measured where the function returns a model and a sample; "
     else:
         raise AtlasError(
             "the function returns a model and a sample, or a loss and its model",
@@ -49,13 +53,14 @@ def main(file: str, function: str, result: str, root: str) -> None:
         f"{captured.saved_bytes:,} bytes kept for the backward; {len(captured.nodes):,} nodes in the backward graph "
         f"({kinds}); {_waits(captured)}"
     )
-    rows = _rows(model, captured, Path(root))
+    rows = _rows(model, captured, Path(root), given)
     files = {row["path"] for row in rows} | {_inside(file, Path(root))} - {""}
     record = {
         "date": datetime.date.today().isoformat(),
         "machine": _machine(model),
         "whole": whole,
         "rows": rows,
+        "page": _page(captured, function),
         "files": {path: hashlib.sha256((Path(root) / path).read_bytes()).hexdigest() for path in sorted(files)},
     }
     Path(result).write_text(json.dumps(record), "utf-8")
@@ -74,23 +79,56 @@ def _load(file: Path, function: str) -> Callable[[], Any]:
     return found  # type: ignore[no-any-return]  # callable: just looked
 
 
-def _times(model: nn.Module, arguments: Any) -> str:
-    """Medians of F, I and W over a few rounds, as a sentence."""
+Given = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]  # what each module was first called with
+
+
+def _calls(model: nn.Module) -> Given:
+    """A record that fills as the modules run."""
+    given: Given = {}
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given.setdefault(name, (args, kwargs))
+
+        return hook
+
+    for name, module in model.named_modules():
+        module.register_forward_pre_hook(note(name), with_kwargs=True)
+    return given
+
+
+def _times(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[str, str, str]:
+    """Medians of F, I and W over a few rounds, in milliseconds."""
     rounds = []
     for _ in range(_ROUNDS + 1):
         model.zero_grad(set_to_none=True)
-        inputs = tuple(_fresh(value) for value in arguments)
+        inputs, words = tree_map(_fresh, arguments), tree_map(_fresh, named)
         start = _now()
-        outputs = [leaf for leaf in tree_leaves(model(*inputs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        made = tree_leaves(model(*inputs, **words))
+        outputs = [leaf for leaf in made if isinstance(leaf, Tensor) and leaf.requires_grad]
         forward = _now()
-        wanted = [value for value in inputs if isinstance(value, Tensor) and value.requires_grad]
+        wanted = [leaf for leaf in tree_leaves((inputs, words)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         _, pending = split.backward_input(outputs, [torch.ones_like(leaf) for leaf in outputs], wanted)
         middle = _now()
         pending.run()
         rounds.append((forward - start, middle - forward, _now() - middle))
     model.zero_grad(set_to_none=True)
-    f, i, w = (1e3 * statistics.median(column) for column in zip(*rounds[1:], strict=True))
-    return f"forward (F) {f:.2f} ms, input gradients (I) {i:.2f} ms, weight gradients (W) {w:.2f} ms; "
+    f, i, w = (f"{1e3 * statistics.median(column):.2f}" for column in zip(*rounds[1:], strict=True))
+    return f, i, w
+
+
+def _times_alone(module: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]] | None) -> tuple[str, str, str]:
+    """A module's own F, I and W, on what it was called with; empty where it cannot be run alone."""
+    try:
+        return _times(module, *given) if given is not None else ("", "", "")
+    except Exception:  # whatever a stranger's module raises, its row still has the rest
+        return "", "", ""
+
+
+def _page(captured: graph.Graph, function: str) -> str:
+    """The backward graph as the viewer draws it."""
+    with tempfile.TemporaryDirectory() as folder:
+        return captured.to_html(Path(folder) / "graph.html", title=f"Backward of {function}").read_text("utf-8")
 
 
 def _fresh(value: Any) -> Any:
@@ -119,7 +157,7 @@ def _waits(captured: graph.Graph) -> str:
     return f"of the parameters, {waiting} can wait for W and {len(captured.split.ready)} are computed in I"
 
 
-def _rows(model: nn.Module, captured: graph.Graph, root: Path) -> list[dict[str, Any]]:
+def _rows(model: nn.Module, captured: graph.Graph, root: Path, given: Given) -> list[dict[str, Any]]:
     """One row for each module whose class is defined in the tree."""
     shares = captured.by_module()
     rows = []
@@ -141,6 +179,7 @@ def _rows(model: nn.Module, captured: graph.Graph, root: Path) -> list[dict[str,
                 "parameters": sum(parameter.numel() for parameter in module.parameters()),
                 "saved_bytes": sum(row.saved_bytes for row in inside),
                 "nodes": sum(row.nodes for row in inside),
+                "times": _times_alone(module, given.get(name)),
             }
         )
     return rows

@@ -191,6 +191,7 @@ class Run:
             for chunk in _chunks(ordered, sizes)
         ]
         self._folders()
+        self._shared(measured)
         for done in pool.run("writing", jobs, small=self.small):
             self._finished(done)
 
@@ -206,7 +207,10 @@ class Run:
             key = digest("folder", self.place.tree, repr(page))
             if not self._kept(key):
                 self._take(render(self.place, page, key))
-        for path, text in assets().items():
+
+    def _shared(self, measured: str) -> None:
+        """What all pages use, and the drawing of what was measured."""
+        for path, text in {**assets(), **_measure.page(measured)}.items():
             key = digest("asset", path, text)
             if not self._kept(key):
                 self._take([plain(self.place.out, path, key, text)])

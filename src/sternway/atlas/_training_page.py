@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 from sternway.atlas._about import About
-from sternway.atlas._blocks import At, Block, Code, Items, Section, Words, cut, joined, section, sentence, table
+from sternway.atlas._blocks import At, Block, Code, Items, Section, To, Words, cut, joined, section, sentence, table
 
+_MEASURED = ("class", "as", "parameters", "bytes kept", "backward nodes", "F, ms", "I, ms", "W, ms", "defined at")
 _MOST = 40  # entries of one list; what is left out is counted
 _KINDS = (
     "optimizer",
@@ -75,13 +76,15 @@ class Training(About):
                 (f"{row['parameters']:,}",),
                 (f"{row['saved_bytes']:,}",),
                 (f"{row['nodes']:,}",),
+                *((value,) if value else () for value in row["times"]),
                 (At(self.path, row["line"], f"line {row['line']}"),),
             )
             for row in record["rows"]
         ]
         return section(
             "Measured",
-            table(("class", "as", "parameters", "bytes kept for backward", "backward nodes", "defined at"), rows),
-            sentence("The whole of ", Code(record["target"]), ": ", record["whole"]),
+            table(_MEASURED, rows),
+            sentence("The whole of ", Code(record["target"]), ": ", record["whole"], "."),
+            sentence(To("_site/backward", "", "The backward graph, drawn"), "."),
             sentence("By ", Code(record["command"]), " on ", record["date"], ", ", record["machine"], "."),
         )
