@@ -209,7 +209,7 @@ def test_what_stays_fits_the_budget(record: Record, share: float) -> None:
 @given(record=_records(), rate=st.floats(0.1, 1000))
 def test_a_plan_in_time_is_in_time(record: Record, rate: float) -> None:
     plan = plan_in_time(record, rate, rate)
-    assert plan.predicted_stall <= 0.02 * record.times[-1] + 1e-9
+    assert plan.predicted_stall <= 0.03 * record.times[-1] + 1e-9
     assert plan.predicted_peak <= record.total
     assert plan.release.keys() == plan.moves == plan.fetch.keys()
     assert all(1 <= tick <= len(record.events) + 1 for tick in plan.release.values())

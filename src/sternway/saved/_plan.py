@@ -102,22 +102,26 @@ def plan_for_budget(record: Record, budget: int) -> Plan:
 
 
 def plan_in_time(
-    record: Record, rate_out: float, rate_back: float, *, tolerance: float = 0.02, candidates: int = 50
+    record: Record, rate_out: float, rate_back: float, *, tolerance: float = 0.03, candidates: int = 200
 ) -> Plan:
     """The plan with the lowest peak of those that make the step longer by at most ``tolerance`` of itself."""
     limit = tolerance * (record.times[-1] - record.times[0])
     best: Plan | None = None
     for share in range(candidates, -1, -1):
         moves = furthest_first(record, record.total * share // candidates)
-        plan = _play(record, moves, rate_out, rate_back, margin=limit / 2)
+        plan = _play(record, moves, rate_out, rate_back, patience=limit / 2)
         if plan.predicted_stall <= limit and (best is None or plan.predicted_peak < best.predicted_peak):
             best = plan
     assert best is not None  # moving nothing takes no time
     return best
 
 
-def _play(record: Record, moves: frozenset[int], rate_out: float, rate_back: float, margin: float) -> Plan:
-    """Play a step through: the times at which copies are over and begin, and the bytes on the device between."""
+def _play(record: Record, moves: frozenset[int], rate_out: float, rate_back: float, patience: float) -> Plan:
+    """Play a step through: the times at which copies are over and begin, and the bytes on the device between.
+
+    The computation waits up to ``patience`` for copies to be over, once: after that they keep pace with it. What comes
+    back is asked for as much earlier.
+    """
     packed = {n: t for (kind, n), t in zip(record.events, record.times, strict=True) if kind == PACK}
     used = {n: t for (kind, n), t in zip(record.events, record.times, strict=True) if kind == USE}
     end = record.times[-1]
@@ -131,12 +135,14 @@ def _play(record: Record, moves: frozenset[int], rate_out: float, rate_back: flo
     for number in reversed([n for n in record.order if n in moves]):
         clock = min(clock, used[number]) - record.sizes[number] / rate_back
         asked[number] = clock
-    stall = max([gone[n] - start for n, start in asked.items()], default=0.0)
+    leave = {n: max(packed[n], t - patience) for n, t in gone.items()}
+    waited = max([t - leave[n] for n, t in gone.items()], default=0.0)
+    stall = max([leave[n] - start for n, start in asked.items()], default=0.0)
     changes: list[tuple[float, int]] = []
     for number, size in enumerate(record.sizes):
         changes += [(packed[number], size), (used.get(number, end), -size)]
         if number in moves:
-            changes += [(gone[number], -size), (max(asked.get(number, end), gone[number]), size)]
+            changes += [(leave[number], -size), (max(asked.get(number, end), leave[number]), size)]
     held = peak = 0
     for _, change in sorted(changes):
         held += change
@@ -146,10 +152,10 @@ def _play(record: Record, moves: frozenset[int], rate_out: float, rate_back: flo
         order=tuple(record.order),
         count=len(record.sizes),
         total=record.total,
-        release={n: _first_after(record.times, t + margin) for n, t in gone.items()},
-        fetch={n: max(_first_after(record.times, t - margin) - 1, 0) for n, t in asked.items()},
+        release={n: _first_after(record.times, t) for n, t in leave.items()},
+        fetch={n: max(_first_after(record.times, t - patience) - 1, 0) for n, t in asked.items()},
         predicted_peak=peak,
-        predicted_stall=max(stall, 0.0),
+        predicted_stall=waited + max(stall, 0.0),
     )
 
 

@@ -11,7 +11,7 @@ from sternway.saved._plan import Plan, Record, plan_for_budget, plan_in_time
 from sternway.saved._round import Round
 from sternway.saved._store import Store
 
-_LINK_SHARE = 0.93  # of the link's speed as measured alone, that "auto" counts on
+_LINK_SHARE = 0.97  # of the link's speed as measured alone, that "auto" counts on
 _MEASURED = 2  # steps that "auto" times before it plans: the first one warms up
 _ALIKE = 0.25  # a step's bytes may differ by this share from the planned step's
 
