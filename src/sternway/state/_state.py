@@ -136,10 +136,10 @@ class BackwardState:
         self._wire.close()
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_wire":
+            raise AttributeError(name)  # asked for by copy, pickle and the like
         if torch.compiler.is_dynamo_compiling():
             return self._refuse(READ)
-        if name.startswith("__"):
-            raise AttributeError(name)
         load = running(self._wire) or self._wire.load
         if load is None or load.phase != "backward":
             raise EmptyStateError(_RULE, got=f".{name} before the backward", fix=_FIX)
