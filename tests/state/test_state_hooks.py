@@ -233,6 +233,13 @@ def test_where_gradients_are_disabled_it_does_nothing(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_no_functions_at_all(way: str) -> None:
+    state, x = BackwardState(), leaf()
+    run(lambda x: state.on_grad(x.sin()).sum(), way)(x).backward()
+    torch.testing.assert_close(x.grad, x.cos())
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_the_tensor_may_be_changed_in_place_afterwards(way: str) -> None:
     state, seen, x = BackwardState(), [], leaf()
 
