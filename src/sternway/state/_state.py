@@ -70,7 +70,7 @@ class BackwardState:
         Raises:
             StateError: ``y`` requires no gradient; the state is in use by another graph, or closed.
         """
-        if not torch.is_grad_enabled():
+        if len(fns) == 0 or not torch.is_grad_enabled():  # their truth would be asked of each of them, and guarded on
             return y
         (shown,) = self._show([y], fns, again=True)
         return shown
@@ -94,7 +94,6 @@ class BackwardState:
         Returns:
             A handle that takes the hook off the module, for forwards to come.
         """
-
         return _module.watch(module, lambda tensors, hook: self._show(tensors, [hook], again=False), fn)
 
     def _show(self, tensors: list[Tensor], fns: Sequence[Hook], *, again: bool) -> list[Tensor]:
@@ -136,10 +135,10 @@ class BackwardState:
         self._wire.close()
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_wire":
+            raise AttributeError(name)  # asked for by copy, pickle and the like
         if torch.compiler.is_dynamo_compiling():
             return self._refuse(READ)
-        if name.startswith("__"):
-            raise AttributeError(name)
         load = running(self._wire) or self._wire.load
         if load is None or load.phase != "backward":
             raise EmptyStateError(_RULE, got=f".{name} before the backward", fix=_FIX)

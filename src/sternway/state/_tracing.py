@@ -14,6 +14,7 @@ which state they come from; on the record of the graph, how many marks it has.
 from __future__ import annotations
 
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType
@@ -92,9 +93,9 @@ def _carry_functions() -> None:
     """Tell Dynamo that the functions of the ``show_traced`` being traced are no constants."""
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
-        from torch._dynamo.variables import FunctoolsPartialVariable, NestedUserFunctionVariable
+        from torch._dynamo.variables.functions import FunctoolsPartialVariable, NestedUserFunctionVariable
 
-        output = InstructionTranslator.current_tx().output
+        output: Any = InstructionTranslator.current_tx().output
         left = list(output.current_tx.symbolic_locals["fns"].items)
         contents = output.side_effects.store_attr_mutations
     except (ImportError, AttributeError, KeyError):
@@ -109,7 +110,8 @@ def _carry_functions() -> None:
             continue
         known.append(made)
         if made.source is None:
-            _note(made, "__class__", _carried(kind))
+            with suppress(TypeError):  # built differently
+                _note(made, "__class__", _carried(kind))
         left.append(getattr(made, "func", None))  # of a partial
         closure = getattr(made, "closure", None)
         for cell in [] if closure is None else closure.items:  # other functions that were made in the trace
@@ -118,9 +120,8 @@ def _carry_functions() -> None:
 
 @cache
 def _carried(kind: type) -> type:
-    return (
-        kind if kind.__name__ == "_Carried" else type("_Carried", (kind,), {"is_python_constant": lambda self: False})
-    )
+    known = kind.__name__ == "_Carried"
+    return kind if known else type("_Carried", (kind,), {"is_python_constant": lambda self: False})
 
 
 def _note(holder: Any, name: str, value: Any) -> None:
