@@ -114,9 +114,11 @@ def build(
     i_needs = between([*i_outputs, *also], set())
     i_inputs = [node for node in placeholders if node in i_needs]
     w_inputs = [*(node for node in cut.held if node.op == "placeholder"), *computed]
-    i_module = extract(module, i_inputs, i_outputs, also, "I")
-    w_module = extract(module, w_inputs, w_outputs, (), "W")
-    whole_w = extract(module, w_inputs, list(late.values()), (), "W")
+    fixed = all(isinstance(size, int) for node in computed for size in getattr(node.meta.get("val"), "shape", ()))
+    strided = len(set(others.values())) if fixed else len(i_outputs)  # sizes that vary are not to be compared
+    i_module = extract(module, i_inputs, i_outputs, "I", effects=also, strided=range(strided))
+    w_module = extract(module, w_inputs, w_outputs, "W")
+    whole_w = extract(module, w_inputs, list(late.values()), "W")
     report = _report(source.forward, i_module, whole_w, free, tangents_of(graph), early.values(), len(late))
 
     i, strides = compile_i(Half(i_module, [examples[place[n]] for n in i_inputs], [place[n] for n in i_inputs]))
@@ -124,7 +126,7 @@ def build(
     w = None
     if late:
         w_examples = [
-            examples[place[n]] if n in place else _strided(n.meta["val"], strides[at[n]] if strides else None)
+            examples[place[n]] if n in place else _strided(n.meta["val"], strides[at[n]] if strides and fixed else None)
             for n in w_inputs
         ]
         w = compile_w(Half(w_module, w_examples, [place.get(n) for n in w_inputs]))

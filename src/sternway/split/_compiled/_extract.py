@@ -8,11 +8,18 @@ from torch.fx import Graph, GraphModule, Node
 
 
 def extract(
-    module: GraphModule, inputs: Sequence[Node], outputs: Sequence[Node], effects: Sequence[Node], name: str
+    module: GraphModule,
+    inputs: Sequence[Node],
+    outputs: Sequence[Node],
+    name: str,
+    *,
+    effects: Sequence[Node] = (),
+    strided: Sequence[int] = (),
 ) -> GraphModule:
     """The nodes that lead from ``inputs`` to ``outputs`` and ``effects``, in their order.
 
-    ``inputs`` become placeholders, whatever they were. The new module shares constants with the old.
+    ``inputs`` become placeholders, whatever they were. The new module shares constants with the old. Outputs whose
+    places are in ``strided`` keep the graph's strides when it is compiled; of others the compiler may choose them.
     """
     known: dict[Node, Node] = {}
     graph = Graph()
@@ -23,7 +30,8 @@ def extract(
     for node in module.graph.nodes:
         if node in wanted and node not in known:
             known[node] = graph.node_copy(node, lambda argument: known[argument])
-    graph.output(tuple(known[node] for node in outputs))
+    output = graph.output(tuple(known[node] for node in outputs))
+    output.meta["user_visible_output_idxs"] = list(strided)
     graph.lint()
     return GraphModule(module, graph, class_name=name)
 

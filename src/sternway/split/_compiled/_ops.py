@@ -36,6 +36,8 @@ _PLAIN = {
 
 @cache
 def _is_view_op(target: OpOverload) -> bool:
+    if target.namespace not in ("aten", "prims"):
+        return False  # whatever it does, its result is held: it is not done again
     aliases = [argument.alias_info for argument in target._schema.arguments if argument.alias_info is not None]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 
