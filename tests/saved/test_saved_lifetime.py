@@ -286,11 +286,3 @@ def test_parts_that_count_apart_are_saved_apart() -> None:
         two.sigmoid_()
         b = two * two.exp()
     (a.sum() + b.sum()).backward()
-
-
-def test_hooks_are_refused_where_torch_refuses_them() -> None:
-    def function(x: Tensor) -> Tensor:
-        return x.sin().sum()
-
-    with pytest.raises(RuntimeError, match="saved tensor hooks"), moving():
-        torch.func.grad(function)(torch.randn(3))
