@@ -203,8 +203,8 @@ def test_a_policy_is_its_threads_own() -> None:
     seen = []
 
     def other() -> None:
-        x = torch.randn(5, requires_grad=True)
-        seen.append(type(x.exp().grad_fn._raw_saved_result.data))  # type: ignore[union-attr]
+        y = torch.randn(5, requires_grad=True).exp()  # held: torch's raw view of what a node saved does not hold it
+        seen.append(type(y.grad_fn._raw_saved_result.data))  # type: ignore[union-attr]
 
     with moving():
         thread = threading.Thread(target=other)
@@ -288,7 +288,7 @@ def test_parts_that_count_apart_are_saved_apart() -> None:
     (a.sum() + b.sum()).backward()
 
 
-def test_hooks_are_refused_where_torch_refuses_them() -> None:
+def test_policies_are_refused_where_torch_refuses_hooks() -> None:
     def function(x: Tensor) -> Tensor:
         return x.sin().sum()
 

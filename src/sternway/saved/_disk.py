@@ -252,6 +252,7 @@ class DiskStore(Store):
 
 
 def _shut(writers: ThreadPoolExecutor, readers: ThreadPoolExecutor, folder: Folder) -> None:
-    writers.shutdown(wait=True, cancel_futures=True)
-    readers.shutdown(wait=True, cancel_futures=True)
+    """The store is gone, and so is all work on it: work holds the store. The thread that runs this may be a worker."""
+    writers.shutdown(wait=False, cancel_futures=True)
+    readers.shutdown(wait=False, cancel_futures=True)
     folder.close()
