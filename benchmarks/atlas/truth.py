@@ -7,6 +7,7 @@ imported here.
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import io
 import keyword
@@ -17,8 +18,9 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from claims import Claims
+from claims import Claims, tail
 
 Functions = ast.FunctionDef | ast.AsyncFunctionDef
 _SOFT = {"match", "case", "type", "_"}
@@ -50,8 +52,12 @@ _TRAINING = {
         r"|torch\.distributed\.(_composable\.)?fsdp\.(FullyShardedDataParallel|fully_shard)$"
     ),
     "pipeline": re.compile(r"torch\.distributed\.pipelin(ing|e)\.|sternway\.pipeline\.Pipeline$"),
-    "checkpoint load": re.compile(r"torch\.(serialization\.)?load$|torch\.distributed\.checkpoint\.load$"),
-    "checkpoint save": re.compile(r"torch\.(serialization\.)?save$|torch\.distributed\.checkpoint\.save$"),
+    "checkpoint load": re.compile(
+        r"torch\.(serialization\.)?load$|torch\.distributed\.checkpoint\.load$|safetensors\.torch\.load_file$"
+    ),
+    "checkpoint save": re.compile(
+        r"torch\.(serialization\.)?save$|torch\.distributed\.checkpoint\.save$|safetensors\.torch\.save_file$"
+    ),
 }
 
 
@@ -72,7 +78,9 @@ class File:
 
     def _scope(self, node: ast.AST, name: str, table: symtable.SymbolTable, function: ast.AST | None) -> None:
         """Give every node below its qualified owner and its symbol table."""
-        children = list(table.get_children())
+        children: dict[tuple[str, int], list[symtable.SymbolTable]] = defaultdict(list)
+        for child in table.get_children():
+            children[child.get_name(), child.get_lineno()].append(child)
         for child in _body(node):
             self._node(child, name, table, children, function)
 
@@ -81,7 +89,7 @@ class File:
         node: ast.AST,
         name: str,
         table: symtable.SymbolTable,
-        children: list[symtable.SymbolTable],
+        children: dict[tuple[str, int], list[symtable.SymbolTable]],
         function: ast.AST | None,
     ) -> None:
         self.owners[node] = (name, table, function)
@@ -104,10 +112,10 @@ class File:
             }.get(type(node).__name__, ""),
         )
         lines = {node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))}  # type: ignore[attr-defined]
-        inner = next((one for one in children if one.get_name() == wanted and one.get_lineno() in lines), None)
-        if inner is None:
+        waiting = next((children[wanted, line] for line in sorted(lines) if children.get((wanted, line))), None)
+        if not waiting:
             return
-        children.remove(inner)
+        inner = waiting.pop(0)
         self.parents[inner.get_id()] = table
         qualified = f"{name}.{wanted}" if name and hasattr(node, "name") else wanted if hasattr(node, "name") else name
         self._scope(node, qualified, inner, node if isinstance(node, Functions) else function)
@@ -231,34 +239,63 @@ def absolute(node: ast.ImportFrom, package: str) -> str:
     return ".".join([*parts, *([node.module] if node.module else [])])
 
 
+class Light(NamedTuple):
+    """What of a file is needed after its tree is gone."""
+
+    top: dict[str, set[str]]
+    names: set[str]  # of classes and functions, qualified
+    variables: set[str]  # of modules and classes
+    bases: list[tuple[str, str]]  # class, meaning of a base
+    calls: list[tuple[str, str, int]]  # meaning, own method, line
+
+
 class Truth:
     """Everything that is true of a package, in the form of the claims."""
 
     def __init__(self, root: Path) -> None:
         self.claims: Claims = defaultdict(set)
         self.allowed: set[tuple[object, ...]] = set()  # identifiers inside f-strings, which 3.11 does not tokenize
-        self.files: dict[str, File] = {}
-        self.modules: dict[str, str] = {}
-        for path in sorted(root.rglob("*.py")):
+        self.files: dict[str, Light] = {}
+        self._located: dict[str, tuple[str, str] | None] = {}
+        paths = sorted(root.rglob("*.py"))
+        names = {path: [root.name, *path.relative_to(root).as_posix().removesuffix(".py").split("/")] for path in paths}
+        self.modules = {
+            ".".join(parts[:-1] if parts[-1] == "__init__" else parts): path.relative_to(root).as_posix()
+            for path, parts in names.items()
+        }
+        found = {name: module for module, name in self.modules.items()}
+        gc.disable()  # the trees are many and hold no cycles
+        for path, parts in names.items():
             name = path.relative_to(root).as_posix()
-            parts = [root.name, *name.removesuffix(".py").split("/")]
-            package = parts[:-1]
-            module = ".".join(package if parts[-1] == "__init__" else parts)
-            self.modules[module] = name
             try:
-                self.files[name] = File(name, module, ".".join(package), path.read_text("utf-8"))
+                file = File(name, found[name], ".".join(parts[:-1]), path.read_text("utf-8"))
             except (SyntaxError, ValueError):
                 continue
-        self.top = {path: self._top(file) for path, file in self.files.items()}
-        for file in self.files.values():
+            self.files[name] = self._light(file)  # the tree itself would not fit in memory two thousand times
             self._definitions(file)
             self._imports(file)
             self._calls(file)
             self._identifiers(file)
+        gc.enable()
+        self._places()
         self._classes()
 
-    def _top(self, file: File) -> dict[str, set[str]]:
-        return file.bindings[file.table.get_id()]
+    def _light(self, file: File) -> Light:
+        named, bases = set(), []
+        for node, (owner, _, _) in file.owners.items():
+            if isinstance(node, Functions | ast.ClassDef):
+                name = f"{owner}.{node.name}" if owner else node.name
+                named.add(name)
+                for base in node.bases if isinstance(node, ast.ClassDef) else ():
+                    bases.append((name, file.meaning(base.value if isinstance(base, ast.Subscript) else base)))
+        variables = {
+            f"{owner}.{target.id}" if owner else target.id
+            for node, (owner, table, _) in file.owners.items()
+            if isinstance(node, ast.Assign | ast.AnnAssign) and (table is file.table or table.get_type() == "class")
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name)
+        }
+        return Light(dict(file.bindings[file.table.get_id()]), named, variables, bases, [])
 
     def _definitions(self, file: File) -> None:
         path, claims = file.path, self.claims
@@ -280,9 +317,7 @@ class Truth:
                 self._decorators(file, node, name)
                 for base in node.bases:
                     plain = base.value if isinstance(base, ast.Subscript) else base
-                    claims["base class"].add(
-                        (path, base.lineno, name, ast.unparse(plain).rpartition(".")[2].partition("[")[0])
-                    )
+                    claims["base class"].add((path, base.lineno, name, tail(ast.unparse(plain))))
             elif isinstance(node, Functions):
                 name = f"{owner}.{node.name}" if owner else node.name
                 claims["definition"].add((path, "method" if in_class else "function", name, node.lineno))
@@ -361,7 +396,8 @@ class Truth:
             elif _DANGEROUS.match(name):
                 self.claims["security call"].add((file.path, node.lineno, name))
             for kind, pattern in _TRAINING.items():
-                if pattern.match(name):
+                own = kind == "pipeline" and name.startswith(f"{file.module}.")
+                if pattern.match(name) and not own:
                     self.claims[f"training: {kind}"].add((file.path, node.lineno))
             attribute = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             is_super = attribute and ast.unparse(node.func).startswith("super(")
@@ -370,13 +406,20 @@ class Truth:
             ):
                 self.claims["training: backward"].add((file.path, node.lineno))
             own = self._own(file, node)
-            place = (file.path, own) if own else self.locate(name)
-            if place is not None:
-                self.claims["called at"].add((*place, file.path, node.lineno))
+            if own or name:
+                self.files[file.path].calls.append((name, own, node.lineno))
+
+    def _places(self) -> None:
+        """Where calls lead, once every file is known."""
+        for path, file in self.files.items():
+            for name, own, line in file.calls:
+                place = (path, own) if own else self.locate(name)
+                if place is not None:
+                    self.claims["called at"].add((*place, path, line))
 
     def _own(self, file: File, node: ast.Call) -> str:
         name = file.own_method(node)
-        return name if ("def", name) in self._names(file) else ""
+        return name if name in self.files[file.path].names else ""
 
     def _identifiers(self, file: File) -> None:
         for token in tokenize.generate_tokens(io.StringIO(file.text).readline):
@@ -389,47 +432,43 @@ class Truth:
 
     def locate(self, name: str, depth: int = 0) -> tuple[str, str] | None:
         """The file and the qualified name of a definition, following re-exports."""
+        if name not in self._located:
+            self._located[name] = self._locate(name, depth)
+        return self._located[name]
+
+    def _locate(self, name: str, depth: int) -> tuple[str, str] | None:
         parts = name.split(".")
         for cut in range(len(parts) - 1, 0, -1):
             path = self.modules.get(".".join(parts[:cut]))
             if path is None or path not in self.files or depth > 12:
                 continue
             file, rest = self.files[path], parts[cut:]
-            known = {one for kind, one in self._names(file) if kind != "variable"}
+            known = file.names
             if ".".join(rest) in known:
                 return path, ".".join(rest)
             if rest[0] in known:
                 return None
-            for meaning in sorted(self.top[path].get(rest[0], ())):
+            for meaning in sorted(file.top.get(rest[0], ())):
                 if meaning and (found := self.locate(".".join([meaning, *rest[1:]]), depth + 1)):
                     return found
-            for star in sorted(self.top[path].get("*", ())):
+            if ".".join(rest) in file.variables:
+                return path, ".".join(rest)
+            for star in sorted(file.top.get("*", ())):
                 if found := self.locate(star.removesuffix("*") + ".".join(rest), depth + 1):
                     return found
             return None
         return None
 
-    def _names(self, file: File) -> set[tuple[str, str]]:
-        if not hasattr(file, "names"):
-            file.names = set()  # type: ignore[attr-defined]
-            for node, (owner, _, _) in file.owners.items():
-                if isinstance(node, Functions | ast.ClassDef):
-                    file.names.add(("def", f"{owner}.{node.name}" if owner else node.name))  # type: ignore[attr-defined]
-        return file.names  # type: ignore[attr-defined,no-any-return]
-
     def _classes(self) -> None:
         """Subclasses, and what derives from nn.Module."""
         below: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
-        for file in self.files.values():
-            for node, (owner, _, _) in file.owners.items():
-                if isinstance(node, ast.ClassDef):
-                    name = f"{owner}.{node.name}" if owner else node.name
-                    for base in node.bases:
-                        if file.meaning(base) == "torch.nn.Module":  # where torch itself is outside the tree
-                            below["nn/modules/module.py", "Module"].add((file.path, name))
-                        place = self.locate(file.meaning(base.value if isinstance(base, ast.Subscript) else base))
-                        if place is not None:
-                            below[place].add((file.path, name))
+        for path, file in self.files.items():
+            for name, meaning in file.bases:
+                if meaning == "torch.nn.Module":  # where torch itself is outside the tree
+                    below["nn/modules/module.py", "Module"].add((path, name))
+                place = self.locate(meaning)
+                if place is not None:
+                    below[place].add((path, name))
         for (path, owner), found in below.items():
             self.claims["subclassed by"].update((path, owner, by, name) for by, name in found)
         waiting, seen = [("nn/modules/module.py", "Module")], set()
