@@ -470,6 +470,8 @@ class Truth:
                 if place is not None:
                     below[place].add((path, name))
         for (path, owner), found in below.items():
+            if path not in self.files:
+                continue
             self.claims["subclassed by"].update((path, owner, by, name) for by, name in found)
         waiting, seen = [("nn/modules/module.py", "Module")], set()
         while waiting:
