@@ -31,7 +31,7 @@ def read(out: Path) -> Claims:
         _references(path, sections.get("Cross-references", ""), claims)
         for row in _rows(sections.get("Architecture", "")):
             if row[0].startswith("`"):
-                base = _code(row[1]).rpartition(".")[2].partition("[")[0]
+                base = tail(_code(row[1]))
                 claims["base class"].add((path, _line(row[-1]), _code(row[0]), base))
         if purpose := sections.get("Purpose", ""):
             claims["module docstring"].add((path, _line(purpose), _plain(purpose.rpartition(" (")[0])))
@@ -49,7 +49,7 @@ def read(out: Path) -> Claims:
 def _rows(text: str) -> Iterator[list[str]]:
     for row in text.split("\n"):
         if row.startswith("| ") and not row.startswith("| --- |"):
-            yield [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\) \|(?: |$)", row[1:])[:-1]]
+            yield [cell.strip().replace("\\|", "|") for cell in re.split(r" \|(?: |$)", row[1:])[:-1]]
 
 
 def _tables(text: str) -> Iterator[dict[str, str]]:
@@ -77,6 +77,11 @@ def _unescaped(text: str) -> str:
 def _plain(text: str) -> str:
     """Words without marks, for comparison."""
     return re.sub(r"[`\s]+", " ", _unescaped(text)).strip()
+
+
+def tail(text: str) -> str:
+    """The last part of a dotted name, without what is in brackets."""
+    return " ".join(text.split()).partition("[")[0].rpartition(".")[2]
 
 
 def signature(text: str) -> str:

@@ -7,31 +7,20 @@ imported here.
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import io
 import keyword
 import re
-import symtable
 import tokenize
-import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from claims import Claims
+from claims import Claims, tail
+from compiler import File, Functions, absolute, own_nodes
 
-Functions = ast.FunctionDef | ast.AsyncFunctionDef
 _SOFT = {"match", "case", "type", "_"}
-_SCOPES = (
-    ast.FunctionDef,
-    ast.AsyncFunctionDef,
-    ast.ClassDef,
-    ast.Lambda,
-    ast.ListComp,
-    ast.SetComp,
-    ast.DictComp,
-    ast.GeneratorExp,
-)
 _DANGEROUS = re.compile(
     r"(subprocess|_?pickle|marshal|shelve|dill|cloudpickle)\.\w|os\.(system|popen|execv|execve|execvp|spawnv|startfile)$"
     r"|yaml\.(load|unsafe_load|full_load)$|torch\.(serialization\.|hub\.)?load$|(joblib|numpy)\.load$|tempfile\.mktemp$"
@@ -50,185 +39,23 @@ _TRAINING = {
         r"|torch\.distributed\.(_composable\.)?fsdp\.(FullyShardedDataParallel|fully_shard)$"
     ),
     "pipeline": re.compile(r"torch\.distributed\.pipelin(ing|e)\.|sternway\.pipeline\.Pipeline$"),
-    "checkpoint load": re.compile(r"torch\.(serialization\.)?load$|torch\.distributed\.checkpoint\.load$"),
-    "checkpoint save": re.compile(r"torch\.(serialization\.)?save$|torch\.distributed\.checkpoint\.save$"),
+    "checkpoint load": re.compile(
+        r"torch\.(serialization\.)?load$|torch\.distributed\.checkpoint\.load$|safetensors\.torch\.load_file$"
+    ),
+    "checkpoint save": re.compile(
+        r"torch\.(serialization\.)?save$|torch\.distributed\.checkpoint\.save$|safetensors\.torch\.save_file$"
+    ),
 }
 
 
-class File:
-    """One module: its tree, and its names' meanings by scope."""
+class Light(NamedTuple):
+    """What of a file is needed after its tree is gone."""
 
-    def __init__(self, path: str, module: str, package: str, text: str) -> None:
-        self.path, self.module, self.package, self.text = path, module, package, text
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.tree = ast.parse(text)
-            self.table = symtable.symtable(text, path, "exec")
-        self.owners: dict[ast.AST, tuple[str, symtable.SymbolTable, ast.AST | None]] = {}
-        self.bindings: dict[int, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))  # by table
-        self.parents: dict[int, symtable.SymbolTable] = {}
-        self.nones: set[int] = set()
-        self._scope(self.tree, "", self.table, None)
-
-    def _scope(self, node: ast.AST, name: str, table: symtable.SymbolTable, function: ast.AST | None) -> None:
-        """Give every node below its qualified owner and its symbol table."""
-        children = list(table.get_children())
-        for child in _body(node):
-            self._node(child, name, table, children, function)
-
-    def _node(
-        self,
-        node: ast.AST,
-        name: str,
-        table: symtable.SymbolTable,
-        children: list[symtable.SymbolTable],
-        function: ast.AST | None,
-    ) -> None:
-        self.owners[node] = (name, table, function)
-        self._bind(node, name, table)
-        if not isinstance(node, _SCOPES):
-            for child in ast.iter_child_nodes(node):
-                self._node(child, name, table, children, function)
-            return
-        for child in _outside(node):
-            self._node(child, name, table, children, function)
-        wanted = getattr(
-            node,
-            "name",
-            {
-                "Lambda": "lambda",
-                "ListComp": "listcomp",
-                "SetComp": "setcomp",
-                "DictComp": "dictcomp",
-                "GeneratorExp": "genexpr",
-            }.get(type(node).__name__, ""),
-        )
-        lines = {node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))}  # type: ignore[attr-defined]
-        inner = next((one for one in children if one.get_name() == wanted and one.get_lineno() in lines), None)
-        if inner is None:
-            return
-        children.remove(inner)
-        self.parents[inner.get_id()] = table
-        qualified = f"{name}.{wanted}" if name and hasattr(node, "name") else wanted if hasattr(node, "name") else name
-        self._scope(node, qualified, inner, node if isinstance(node, Functions) else function)
-
-    def _bind(self, node: ast.AST, name: str, table: symtable.SymbolTable) -> None:
-        found = self.bindings[table.get_id()]
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                found[alias.asname or alias.name.partition(".")[0]].add(
-                    alias.name if alias.asname else alias.name.partition(".")[0]
-                )
-        elif isinstance(node, ast.ImportFrom):
-            base = absolute(node, self.package)
-            for alias in node.names:
-                found[alias.asname or alias.name].add(f"{base}.{alias.name}" if base else "")
-        elif isinstance(node, Functions | ast.ClassDef):
-            found[node.name].add(f"{self.module}.{name + '.' if name else ''}{node.name}")
-        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            found[node.id].add("None" if id(node) in self.nones else "")
-        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-            found[node.name].add("")
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is None:
-            self.nones.update(map(id, node.targets))  # what a failed import leaves
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Constant) and node.value.value is None:
-            self.nones.add(id(node.target))
-
-    def meaning(self, node: ast.expr) -> str:
-        """The absolute name of an expression, by the compiler's scopes."""
-        parts = []
-        at: ast.expr = node
-        while isinstance(at, ast.Attribute):
-            parts.append(at.attr)
-            at = at.value
-        if not isinstance(at, ast.Name) or at not in self.owners:
-            return ""
-        _, table, _ = self.owners[at]
-        found = self._lookup(at.id, table)
-        return ".".join([found, *reversed(parts)]) if found else ""
-
-    def _lookup(self, name: str, table: symtable.SymbolTable) -> str:
-        try:
-            symbol = table.lookup(name)
-        except KeyError:
-            return ""
-        if symbol.is_global():
-            scope: symtable.SymbolTable = self.table
-        elif symbol.is_free():
-            scope = table
-            while True:
-                scope = self.parents[scope.get_id()]
-                if scope.get_type() == "function" and name in scope.get_identifiers() and scope.lookup(name).is_local():
-                    break
-        else:
-            scope = table
-            if symbol.is_parameter():
-                return ""
-        meanings = self.bindings[scope.get_id()].get(name, set())
-        if not meanings:
-            return f"builtins.{name}" if scope is self.table and not self.bindings[scope.get_id()].get("*") else ""
-        meanings = meanings - {"None"}
-        return next(iter(meanings)) if len(meanings) == 1 else ""
-
-    def own_method(self, node: ast.Call) -> str:
-        """``self.method()``: the method's name, where the class around defines one."""
-        called = node.func
-        if not isinstance(called, ast.Attribute) or not isinstance(called.value, ast.Name):
-            return ""
-        name, function = called.value.id, self.owners[node][2]
-        while isinstance(function, Functions):
-            arguments = [*function.args.posonlyargs, *function.args.args]
-            owner, table, around = self.owners[function]
-            if any(argument.arg == name for argument in _all_arguments(function.args)):
-                static = any(isinstance(one, ast.Name) and one.id == "staticmethod" for one in function.decorator_list)
-                is_self = table.get_type() == "class" and arguments and arguments[0].arg == name and not static
-                return f"{owner}.{called.attr}" if is_self else ""
-            function = around
-        return ""
-
-
-def _all_arguments(arguments: ast.arguments) -> Iterator[ast.arg]:
-    yield from (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-    yield from (one for one in (arguments.vararg, arguments.kwarg) if one is not None)
-
-
-def _body(node: ast.AST) -> Iterator[ast.AST]:
-    """What is evaluated inside a scope."""
-    if isinstance(node, ast.Module | ast.ClassDef | Functions):
-        yield from node.body
-    elif isinstance(node, ast.Lambda):
-        yield node.body
-    elif isinstance(node, ast.DictComp):
-        yield from (node.key, node.value, *_comprehensions(node))
-    elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp):
-        yield from (node.elt, *_comprehensions(node))
-
-
-def _comprehensions(node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp) -> Iterator[ast.AST]:
-    for number, one in enumerate(node.generators):
-        yield one.target
-        if number:
-            yield one.iter
-        yield from one.ifs
-
-
-def _outside(node: ast.AST) -> Iterator[ast.AST]:
-    """What is evaluated around a scope: decorators, defaults, annotations, bases, the first iterable."""
-    inside = set(map(id, _body(node)))
-    if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-        yield node.generators[0].iter
-        return
-    for child in ast.iter_child_nodes(node):
-        if id(child) not in inside:
-            yield child
-
-
-def absolute(node: ast.ImportFrom, package: str) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = package.split(".")
-    parts = parts[: len(parts) - node.level + 1]
-    return ".".join([*parts, *([node.module] if node.module else [])])
+    top: dict[str, set[str]]
+    names: set[str]  # of classes and functions, qualified
+    variables: set[str]  # of modules and classes
+    bases: list[tuple[str, str]]  # class, meaning of a base
+    calls: list[tuple[str, str, int]]  # meaning, own method, line
 
 
 class Truth:
@@ -237,28 +64,47 @@ class Truth:
     def __init__(self, root: Path) -> None:
         self.claims: Claims = defaultdict(set)
         self.allowed: set[tuple[object, ...]] = set()  # identifiers inside f-strings, which 3.11 does not tokenize
-        self.files: dict[str, File] = {}
-        self.modules: dict[str, str] = {}
-        for path in sorted(root.rglob("*.py")):
+        self.files: dict[str, Light] = {}
+        self._located: dict[str, tuple[str, str] | None] = {}
+        paths = sorted(root.rglob("*.py"))
+        names = {path: [root.name, *path.relative_to(root).as_posix().removesuffix(".py").split("/")] for path in paths}
+        self.modules = {
+            ".".join(parts[:-1] if parts[-1] == "__init__" else parts): path.relative_to(root).as_posix()
+            for path, parts in names.items()
+        }
+        found = {name: module for module, name in self.modules.items()}
+        gc.disable()  # the trees are many and hold no cycles
+        for path, parts in names.items():
             name = path.relative_to(root).as_posix()
-            parts = [root.name, *name.removesuffix(".py").split("/")]
-            package = parts[:-1]
-            module = ".".join(package if parts[-1] == "__init__" else parts)
-            self.modules[module] = name
             try:
-                self.files[name] = File(name, module, ".".join(package), path.read_text("utf-8"))
+                file = File(name, found[name], ".".join(parts[:-1]), path.read_text("utf-8"))
             except (SyntaxError, ValueError):
                 continue
-        self.top = {path: self._top(file) for path, file in self.files.items()}
-        for file in self.files.values():
+            self.files[name] = self._light(file)  # the tree itself would not fit in memory two thousand times
             self._definitions(file)
             self._imports(file)
             self._calls(file)
             self._identifiers(file)
+        gc.enable()
+        self._places()
         self._classes()
 
-    def _top(self, file: File) -> dict[str, set[str]]:
-        return file.bindings[file.table.get_id()]
+    def _light(self, file: File) -> Light:
+        named, bases = set(), []
+        for node, (owner, _, _) in file.owners.items():
+            if isinstance(node, Functions | ast.ClassDef):
+                name = f"{owner}.{node.name}" if owner else node.name
+                named.add(name)
+                for base in node.bases if isinstance(node, ast.ClassDef) else ():
+                    bases.append((name, file.meaning(base.value if isinstance(base, ast.Subscript) else base)))
+        variables = {
+            f"{owner}.{target.id}" if owner else target.id
+            for node, (owner, table, _) in file.owners.items()
+            if isinstance(node, ast.Assign | ast.AnnAssign) and (table is file.table or table.get_type() == "class")
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name)
+        }
+        return Light(dict(file.bindings[file.table.get_id()]), named, variables, bases, [])
 
     def _definitions(self, file: File) -> None:
         path, claims = file.path, self.claims
@@ -280,9 +126,7 @@ class Truth:
                 self._decorators(file, node, name)
                 for base in node.bases:
                     plain = base.value if isinstance(base, ast.Subscript) else base
-                    claims["base class"].add(
-                        (path, base.lineno, name, ast.unparse(plain).rpartition(".")[2].partition("[")[0])
-                    )
+                    claims["base class"].add((path, base.lineno, name, tail(ast.unparse(plain))))
             elif isinstance(node, Functions):
                 name = f"{owner}.{node.name}" if owner else node.name
                 claims["definition"].add((path, "method" if in_class else "function", name, node.lineno))
@@ -293,7 +137,7 @@ class Truth:
                     (path, name, node.lineno, ast.dump(ast.parse(ast.unparse(ast.fix_missing_locations(bare))).body[0]))
                 )
                 self._decorators(file, node, name)
-                if any(isinstance(one, ast.Yield | ast.YieldFrom) for one in _own(node)):
+                if any(isinstance(one, ast.Yield | ast.YieldFrom) for one in own_nodes(node)):
                     claims["generator"].add((path, node.lineno))
                 owner_is_class_or_top = in_class or table.get_type() == "module"
                 if node.name.startswith("test") and owner_is_class_or_top:
@@ -361,7 +205,8 @@ class Truth:
             elif _DANGEROUS.match(name):
                 self.claims["security call"].add((file.path, node.lineno, name))
             for kind, pattern in _TRAINING.items():
-                if pattern.match(name):
+                own = kind == "pipeline" and name.startswith(f"{file.module}.")
+                if pattern.match(name) and not own:
                     self.claims[f"training: {kind}"].add((file.path, node.lineno))
             attribute = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             is_super = attribute and ast.unparse(node.func).startswith("super(")
@@ -370,13 +215,20 @@ class Truth:
             ):
                 self.claims["training: backward"].add((file.path, node.lineno))
             own = self._own(file, node)
-            place = (file.path, own) if own else self.locate(name)
-            if place is not None:
-                self.claims["called at"].add((*place, file.path, node.lineno))
+            if own or name:
+                self.files[file.path].calls.append((name, own, node.lineno))
+
+    def _places(self) -> None:
+        """Where calls lead, once every file is known."""
+        for path, file in self.files.items():
+            for name, own, line in file.calls:
+                place = (path, own) if own else self.locate(name)
+                if place is not None:
+                    self.claims["called at"].add((*place, path, line))
 
     def _own(self, file: File, node: ast.Call) -> str:
         name = file.own_method(node)
-        return name if ("def", name) in self._names(file) else ""
+        return name if name in self.files[file.path].names else ""
 
     def _identifiers(self, file: File) -> None:
         for token in tokenize.generate_tokens(io.StringIO(file.text).readline):
@@ -389,48 +241,46 @@ class Truth:
 
     def locate(self, name: str, depth: int = 0) -> tuple[str, str] | None:
         """The file and the qualified name of a definition, following re-exports."""
+        if name not in self._located:
+            self._located[name] = self._locate(name, depth)
+        return self._located[name]
+
+    def _locate(self, name: str, depth: int) -> tuple[str, str] | None:
         parts = name.split(".")
         for cut in range(len(parts) - 1, 0, -1):
             path = self.modules.get(".".join(parts[:cut]))
             if path is None or path not in self.files or depth > 12:
                 continue
             file, rest = self.files[path], parts[cut:]
-            known = {one for kind, one in self._names(file) if kind != "variable"}
+            known = file.names
             if ".".join(rest) in known:
                 return path, ".".join(rest)
             if rest[0] in known:
                 return None
-            for meaning in sorted(self.top[path].get(rest[0], ())):
+            for meaning in sorted(file.top.get(rest[0], ())):
                 if meaning and (found := self.locate(".".join([meaning, *rest[1:]]), depth + 1)):
                     return found
-            for star in sorted(self.top[path].get("*", ())):
+            if ".".join(rest) in file.variables:
+                return path, ".".join(rest)
+            for star in sorted(file.top.get("*", ())):
                 if found := self.locate(star.removesuffix("*") + ".".join(rest), depth + 1):
                     return found
             return None
         return None
 
-    def _names(self, file: File) -> set[tuple[str, str]]:
-        if not hasattr(file, "names"):
-            file.names = set()  # type: ignore[attr-defined]
-            for node, (owner, _, _) in file.owners.items():
-                if isinstance(node, Functions | ast.ClassDef):
-                    file.names.add(("def", f"{owner}.{node.name}" if owner else node.name))  # type: ignore[attr-defined]
-        return file.names  # type: ignore[attr-defined,no-any-return]
-
     def _classes(self) -> None:
         """Subclasses, and what derives from nn.Module."""
         below: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
-        for file in self.files.values():
-            for node, (owner, _, _) in file.owners.items():
-                if isinstance(node, ast.ClassDef):
-                    name = f"{owner}.{node.name}" if owner else node.name
-                    for base in node.bases:
-                        if file.meaning(base) == "torch.nn.Module":  # where torch itself is outside the tree
-                            below["nn/modules/module.py", "Module"].add((file.path, name))
-                        place = self.locate(file.meaning(base.value if isinstance(base, ast.Subscript) else base))
-                        if place is not None:
-                            below[place].add((file.path, name))
+        for path, file in self.files.items():
+            for name, meaning in file.bases:
+                if meaning == "torch.nn.Module":  # where torch itself is outside the tree
+                    below["nn/modules/module.py", "Module"].add((path, name))
+                place = self.locate(meaning)
+                if place is not None:
+                    below[place].add((path, name))
         for (path, owner), found in below.items():
+            if path not in self.files:
+                continue
             self.claims["subclassed by"].update((path, owner, by, name) for by, name in found)
         waiting, seen = [("nn/modules/module.py", "Module")], set()
         while waiting:
@@ -439,13 +289,3 @@ class Truth:
                     seen.add(one)
                     waiting.append(one)
         self.claims["nn.Module subclass"].update(seen)
-
-
-def _own(function: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function that are not in another function, class or comprehension inside it."""
-    waiting = list(_body(function))
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if not isinstance(node, _SCOPES):
-            waiting += ast.iter_child_nodes(node)

@@ -138,6 +138,8 @@ def build(root: Path) -> Path:
     with open(root / "huge.txt", "wb") as file:  # text, 100 MB; the end is a hole
         file.write(b"some words\n" * 1000)
         file.truncate(100_000_000)
+    with open(os.fsencode(root) + b"/bad\xff name.py", "w") as file:  # a name that is no UTF-8
+        file.write("odd = 1\n")
     os.symlink(root, root / "loop")
     os.symlink("self", root / "self")
     os.symlink("/etc", root / "out_of_tree")

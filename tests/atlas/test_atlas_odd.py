@@ -52,6 +52,7 @@ def test_each_odd_file_is_a_line_in_the_report(built: tuple[Path, atlas.Report])
     texts = {item.path: item.text for item in report.problems}
     assert "nowhere or in a circle" in texts["self"]
     assert "out of the tree" in texts["out_of_tree"]
+    assert "bad\\xff name.py" in (built[0] / "index.md").read_text().replace("\\\\", "\\")
     assert "100,000,000 bytes" in texts["huge.txt"]
     assert "line 1" in texts["broken.py"]
 
@@ -59,6 +60,7 @@ def test_each_odd_file_is_a_line_in_the_report(built: tuple[Path, atlas.Report])
 def test_every_other_file_has_its_pages(source: Path, built: tuple[Path, atlas.Report]) -> None:
     out, report = built
     paths = ["pkg/model.py", "empty.py", "latin.py", "cookie.py", "keep.log", "index.md/x_docs.md", odd_tree.NASTY]
+    paths.append("bad\udcff name.py")
     for path in [*paths, "sub ~ folder/é.txt", "deep.py", ".gitignore"]:
         for suffix in ("_docs.md", "_kw.md", "_docs.html", "_kw.html"):
             assert (out / file_page(path, suffix)).is_file(), path

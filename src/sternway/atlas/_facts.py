@@ -24,7 +24,7 @@ def read_facts(
             return read_keys(text, language.name)
     except SyntaxError as error:
         problem = f"Python cannot parse line {error.lineno or 0}: {error.msg}"
-    except (ValueError, RecursionError, MemoryError) as error:
+    except Exception as error:  # no file, however odd, may stop the run: it is read by its words
         problem = f"cannot be parsed: {str(error).partition(chr(10))[0] or type(error).__name__}"
     if language.parser == "ctags":
         if records is not None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from html import escape
 
 from pygments.lexers import get_lexer_by_name
-from pygments.util import ClassNotFound
 
 from sternway.atlas._lexer import tokens
 from sternway.atlas._text import lines_of
@@ -18,10 +18,8 @@ def highlight(text: str, lexer: str) -> list[str]:
     if lexer == "python":
         return _python(text)
     if lexer and len(text) <= PLAIN_ABOVE:
-        try:
+        with contextlib.suppress(Exception):  # an unknown lexer, or one that stumbles: the text is shown plain
             return _pygments(text, lexer)
-        except ClassNotFound:
-            pass
     return [escape(line) for line in lines_of(text)]
 
 

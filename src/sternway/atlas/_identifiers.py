@@ -28,7 +28,7 @@ class Identifiers:
         self.lines: dict[str, list[int]] = {}  # every identifier
         self.kinds: dict[str, tuple[str, int]] = {}  # those bound here: kind and defining line
         self.loops: list[tuple[int, int]] = []  # depth, line
-        self.yields: dict[str, int] = {}
+        self.yields: dict[Scope, int] = {}  # the first line in each function that yields
         self.top = Scope("", None)
         self._depth = 0
         self._targets: dict[int, ast.AST] = {}
@@ -101,7 +101,7 @@ class Identifiers:
         self._depth -= 1
 
     def _yield(self, node: ast.Yield | ast.YieldFrom, scope: Scope) -> None:
-        self.yields.setdefault(scope.name, node.lineno)
+        self.yields.setdefault(scope, node.lineno)
         self._children(node, scope)
 
     def _global(self, node: ast.Global | ast.Nonlocal, scope: Scope) -> None:

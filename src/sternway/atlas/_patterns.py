@@ -108,11 +108,11 @@ def find(reading: Reading) -> Iterator[Fact]:
 
 
 def _definitions(reading: Reading) -> Iterator[Fact]:
-    for name, node in reading.functions.items():
+    for name, node, scope in reading.bodies:
         if isinstance(node, ast.AsyncFunctionDef):
             yield Fact("patterns", "async function", name, node.lineno)
-        if name in reading.yields:
-            yield Fact("patterns", "generator", name, node.lineno, f"first yields at line {reading.yields[name]}")
+        if scope in reading.yields:
+            yield Fact("patterns", "generator", name, node.lineno, f"first yields at line {reading.yields[scope]}")
         owner, _, last = name.rpartition(".")
         if owner in reading.classes and (kind := _METHODS.get(last)):
             yield Fact("patterns", kind, owner, node.lineno, f"by {last}")

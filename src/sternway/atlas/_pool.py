@@ -50,8 +50,8 @@ class Pool:
         except concurrent.futures.process.BrokenProcessPool:
             raise AtlasError(
                 "every worker process finishes",
-                got="one that ended: out of memory, or killed",
-                fix="use fewer with --jobs, or leave files out with --include",
+                got="one that ended: out of memory, killed, or started by a script that runs itself again",
+                fix="use fewer jobs, include fewer files, and call build() under `if __name__ == '__main__'`",
             ) from None
 
 

@@ -26,6 +26,7 @@ class Reading(Identifiers):
         self.docs: list[tuple[str, int]] = []  # docstrings with their first line
         self.classes: dict[str, ast.ClassDef] = {}
         self.functions: dict[str, FunctionNode] = {}
+        self.bodies: list[tuple[str, FunctionNode, Scope]] = []  # every function, also two of one name
         self.exports: tuple[str, ...] = ()
         self.main_line = 0
         self._typing = False
@@ -148,6 +149,7 @@ class Reading(Identifiers):
         depth, self._depth = self._depth, 0
         self._all(node.body, inner)
         self._depth = depth
+        self.bodies.append((name, node, inner))
 
     def _class(self, node: ast.ClassDef, scope: Scope) -> None:
         name = f"{scope.name}.{node.name}" if scope.name else node.name

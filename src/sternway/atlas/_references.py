@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from sternway.atlas._about import About
-from sternway.atlas._blocks import At, Block, Code, Items, Section, To, Words, cut, section, sentence, table
+from sternway.atlas._blocks import At, Block, Code, Items, Section, To, Words, cut, joined, section, sentence, table
 from sternway.atlas._names import shown
 
-_MOST = 40  # entries of one list; what is left out is counted
+_CALLS = 40  # of one definition; what is left out is counted
 
 
 class References(About):
@@ -30,25 +31,24 @@ class References(About):
         return section("Related files", Items((cut(shared, 12),)) if shared else None)
 
     def cross_references(self) -> Section | None:
+        subclasses = [
+            (name, [(Code(place.name), " ", At(place.path, place.line)) for place in places])
+            for name, places in self.context.subclasses
+        ]
+        calls = [(name, [(At(*by),) for by in places]) for name, places in self.context.callers]
         return section(
             "Cross-references",
-            self._listed("Imported by ", [(At(*by),) for by in self.context.importers], 1000),
-            self._named(
-                "subclassed by",
-                [
-                    (name, [(Code(place.name), " ", At(place.path, place.line)) for place in places])
-                    for name, places in self.context.subclasses
-                ],
-            ),
-            self._named("called at", [(name, [(At(*by),) for by in places]) for name, places in self.context.callers]),
+            self._listed("Imported by ", [(At(*by),) for by in self.context.importers]),
+            self._named("subclassed by", subclasses, sys.maxsize),
+            self._named("called at", calls, _CALLS),
             self._targets(),
         )
 
-    def _listed(self, lead: str, parts: Sequence[Words], most: int) -> Block | None:
-        return sentence(lead, *cut(parts, most), ".") if parts else None
+    def _listed(self, lead: str, parts: Sequence[Words]) -> Block | None:
+        return sentence(lead, *joined(parts), ".") if parts else None
 
-    def _named(self, verb: str, rows: Sequence[tuple[str, Sequence[Words]]]) -> Block | None:
-        return table(("name", verb), (((Code(name),), cut(parts, _MOST)) for name, parts in rows))
+    def _named(self, verb: str, rows: Sequence[tuple[str, Sequence[Words]]], most: int) -> Block | None:
+        return table(("name", verb), (((Code(name),), cut(parts, most)) for name, parts in rows))
 
     def _targets(self) -> Block | None:
         rows = (

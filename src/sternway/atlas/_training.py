@@ -78,7 +78,10 @@ def find(reading: Reading) -> Iterator[Fact]:
                 yield Fact("training", "compile", f"@{name} on {owner}", use.node.lineno)
         elif use.kind == "call" and isinstance(use.node, ast.Call):
             node, name = use.node, reading.absolute(use.node.func, use.scope)
-            if kind := _kind(name, node):
+            kind = _kind(name, node)
+            if kind == "pipeline" and name.startswith(f"{reading.module}."):
+                continue  # a module that calls itself is not using a pipeline
+            if kind:
                 yield Fact("training", kind, shortened(node), node.lineno, _note(name, node, loaded))
 
 
