@@ -9,6 +9,9 @@
     │   └── BackwardError    a backward that failed, explained: what broke it, where, and the usual fix
     ├── ViewerError          a report that cannot be drawn from what was passed
     ├── PipelineError        a pipeline that was put together wrongly, or that failed on some rank
+    │   ├── LostRankError    another rank died, stopped or failed; says which, and what it was doing
+    │   ├── NonfiniteError   gradients that are infinite or not a number; says which module they come from
+    │   └── CheckpointError  a checkpoint that cannot be written, is damaged, or does not fit
     └── UnsupportedTorch     this release of torch is not one that we know how to work with
 
 Each message says three things: the rule, what was got instead, and how to mend it.
@@ -65,6 +68,18 @@ class ViewerError(SternwayError):
 
 class PipelineError(SternwayError):
     """A pipeline that was put together wrongly, or that failed on some rank."""
+
+
+class LostRankError(PipelineError):
+    """Another rank died, stopped or failed."""
+
+
+class NonfiniteError(PipelineError):
+    """Gradients that are infinite or not a number."""
+
+
+class CheckpointError(PipelineError):
+    """A checkpoint that cannot be written, is damaged, or does not fit."""
 
 
 class UnsupportedTorch(SternwayError):  # noqa: N818 - reads as what it is

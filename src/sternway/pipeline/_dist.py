@@ -8,14 +8,14 @@ Shapes. The first time, each activation is preceded by its description. Both end
 same shapes they send tensors alone. At the start of a step all ranks compare notes: if the batch's shapes are new,
 descriptions are sent again. A gradient needs none, being like its activation.
 
-Failure. A rank that cannot go on writes why into the store and closes its groups; whoever waits for it is woken by the
-closed connection, reads the store, and does the same.
+Failure. A rank that cannot go on says why through the store (``_watch.py``) and closes its groups; whoever waits for it
+is woken by the closed connection, reads the store, and does the same. A rank that says nothing is missed after a while.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,11 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
-from sternway.errors import PipelineError
+from sternway.errors import LostRankError, PipelineError
+from sternway.pipeline._crew import Crew
 from sternway.pipeline._payload import Place, Spec
 from sternway.pipeline._run import Receive, Routes, Slot, Work
+from sternway.pipeline._sockets import Sockets, cut, opened
 from sternway.pipeline._stage import MAIN, Payload
 from sternway.pipeline._transport import Transport
+from sternway.pipeline._watch import Loss, Watch
 from sternway.schedule import Schedule
 from sternway.schedule._action import parts
 from sternway.split._tree import leaves
@@ -57,6 +60,8 @@ class DistTransport(Transport):
         device: where stages compute; a CUDA device means NCCL, the CPU gloo.
         dynamic: send descriptions every time, for stages whose outputs' shapes depend on the data.
         timeout: how long to wait for a message before giving up.
+        silence: a rank that gives no sign of life for so many seconds is lost; 0 to look for none.
+        watched: the global ranks whose loss ends the pipeline; its own, unless given.
     """
 
     def __init__(
@@ -66,22 +71,36 @@ class DistTransport(Transport):
         *,
         dynamic: bool = False,
         timeout: float = 600,
+        silence: float = 30,
+        watched: Sequence[int] | None = None,
     ) -> None:
+        for name, value in (("timeout", timeout), ("silence", silence)):
+            if not isinstance(value, int | float) or not 0 <= value < 1e6 or (name == "timeout" and value == 0):
+                raise PipelineError(f"{name} is a number of seconds", got=repr(value), fix=f"pass {name}=30")
         if not dist.is_initialized():
             raise PipelineError(
                 "a pipeline over several processes needs torch.distributed",
                 got="no process group",
                 fix="start with torchrun and call torch.distributed.init_process_group(), or pass LocalTransport()",
             )
-        self.members = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
+        self.members = _members(ranks)
         self.device, self.dynamic = torch.device(device), dynamic
         self.ranks, self.rank = len(self.members), self.members.index(dist.get_rank())
         self.mine = (self.rank,)
         self._timeout = timedelta(seconds=timeout)
         self._disposable: list[Any] = []
+        self._sockets: Sockets = frozenset()
+        self._crew: Crew | None = None
         self._groups = {name: self._new_group(self.members) for name in ("activations", "gradients", "control")}
-        name = self._groups["control"].group_name
-        self._store = PrefixStore(f"sternway/{name}", dist.distributed_c10d._get_default_store())
+        store = dist.distributed_c10d._get_default_store()
+        self._store = PrefixStore(f"sternway/{self._groups['control'].group_name}", store)
+        self._mistakes = 0
+        if silence and len(watching := list(watched or self.members)) > 1:
+            # The n-th pipeline of these ranks on each of them, as each counts for itself.
+            number = store.add(f"sternway/{watching}/{dist.get_rank()}", 1)
+            place = watching.index(dist.get_rank())
+            prefix = f"sternway/{watching}/watch/{number}"
+            self.watch = Watch(store, prefix, place, len(watching), silence, _holder(), self.wake)
         self._subgroups: dict[tuple[int, ...], Any] = {tuple(range(self.ranks)): self._groups["control"]}
         self._signature: tuple[int, ...] = ()
         self._described = False  # whether this step's activations come without descriptions
@@ -254,33 +273,39 @@ class DistTransport(Transport):
             self._subgroups[key] = self._new_group(members)
         return self._subgroups[key]
 
-    def _new_group(self, members: list[int]) -> Any:
+    def _new_group(self, members: list[int], backend: str | None = None) -> Any:
         """A group of one's own. If it is not of all processes, only its members may be asked to make it.
 
         torch names such a group after its members, and a new group finds what one of the same name left in the store;
         so these are not destroyed while the process goes on.
         """
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
+        before = opened()
         some = len(members) < dist.get_world_size()
         group = dist.new_group(members, self._timeout, backend, use_local_synchronization=some)
         if not some:
             self._disposable.append(group)
+        self._sockets |= opened() - before
         return group
 
-    def checked(self, prepare: Callable[[], list[int]]) -> list[list[int]]:
+    def checked(self, prepare: Callable[[], list[float]]) -> list[list[float]]:
         problem: Exception | None = None
-        facts: list[int] = []
+        facts: list[float] = []
+        self._mistakes += 1
+        key = f"mistake/{self._mistakes}"
         try:
             facts = prepare()
         except Exception as error:
             problem = error
-            self._tell(error)
+            with suppress(RuntimeError):
+                self._store.compare_set(key, "", f"rank {self.rank}: {type(error).__name__}: {error}")
         width = 8
         rows = self.gather([[float(problem is None), *map(float, facts), *[0.0] * (width - len(facts))]])
         if problem is not None:
             raise problem
         if not all(row[0] for row in rows):
-            raise self._peer_error(None)
+            cause = self._try(self._store.get, key).decode()
+            raise PipelineError("all ranks begin a step alike", got=cause, fix="mend the cause on that rank")
         described = [
             int(number) for row in rows for number in row[1:3]
         ]  # the batch's shapes, as the first rank has them
@@ -289,7 +314,7 @@ class DistTransport(Transport):
         if signature != self._signature:
             self._specs.clear()
         self._signature = signature
-        return [[int(number) for number in row[1 : 1 + len(facts)]] for row in rows]
+        return [row[1 : 1 + len(facts)] for row in rows]
 
     # Failure
 
@@ -298,40 +323,80 @@ class DistTransport(Transport):
         try:
             return call(*arguments, **options)
         except RuntimeError as error:
-            raise self._peer_error(error) from None
+            raise self.explain(error) from None
 
-    def _tell(self, error: BaseException) -> None:
-        """Write the first error into the store, if there still is one."""
-        with suppress(RuntimeError):
-            self._store.compare_set("error", "", f"rank {self.rank}: {type(error).__name__}: {error}")
-
-    def _peer_error(self, error: Exception | None) -> PipelineError:
-        """What another rank said of why it stopped; it may still be writing."""
-        deadline = time.monotonic() + 5
-        with suppress(RuntimeError):  # the store is gone with the process that holds it
-            while time.monotonic() < deadline:
-                if self._store.check(["error"]):
-                    cause = self._store.get("error").decode()
-                    return PipelineError("all ranks finish a step", got=cause, fix="mend the cause on that rank")
-                time.sleep(0.05)
-        return PipelineError(
+    def explain(self, error: Exception) -> LostRankError:
+        loss = self.watch.cause() if self.watch is not None else Loss(None, str(error))
+        return LostRankError(
             "all ranks finish a step",
-            got=f"a lost connection on rank {self.rank}: {error}",
-            fix="look at the other ranks' output: one of them ended",
+            got=str(loss) if loss.rank is not None else f"on rank {self.rank}, {loss.what}",
+            fix="mend the cause on that rank, or look at its output; then go on from the last checkpoint",
         )
 
     def fail(self, error: BaseException) -> None:
-        self._tell(error)
+        if self.watch is not None and not isinstance(error, LostRankError):
+            self.watch.tell(f"{type(error).__name__}: {error}")
         self._disposable = list({id(g): g for g in (*self._groups.values(), *self._subgroups.values())}.values())
         self.close()
 
+    def wake(self) -> None:
+        """Cut the connections of the pipeline's groups, so that whoever waits on them wakes."""
+        cut(self._sockets)
+
+    def crew(self, members: Sequence[int] | None = None) -> Crew:
+        if self._crew is None:
+            self._crew = Crew(self._new_group(list(members or self.members), "gloo"), self.explain)
+        return self._crew
+
+    def group_like(self, group: Any) -> Any:
+        return self._new_group(dist.get_process_group_ranks(group))
+
     def close(self) -> None:
+        if self.watch is not None:
+            self.watch.stop()
         self._sending.clear()
         self._mail.clear()
         self._groups.clear()
         self._subgroups.clear()
         while self._disposable:
             dist.destroy_process_group(self._disposable.pop())
+
+
+def transport_of(mesh: Any, dynamic: bool, silence: float) -> DistTransport:
+    """What a pipeline uses unless it is told: all processes, or a mesh's."""
+    if mesh is None:
+        return DistTransport(dynamic=dynamic, silence=silence)
+    names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
+    if "pp" not in names or "dp" not in names:
+        raise PipelineError('a mesh has the dimensions "dp" and "pp"', got=str(names), fix="name them so")
+    return DistTransport(
+        dist.get_process_group_ranks(mesh.get_group("pp")),
+        "cuda" if mesh.device_type == "cuda" else "cpu",
+        dynamic=dynamic,
+        silence=silence,
+        watched=mesh.mesh.flatten().tolist(),
+    )
+
+
+def _members(ranks: Sequence[int] | None) -> list[int]:
+    world = dist.get_world_size()
+    members = list(range(world)) if ranks is None else list(ranks)
+    if (
+        any(type(rank) is not int or not 0 <= rank < world for rank in members)
+        or len(set(members)) < len(members)
+        or dist.get_rank() not in members
+    ):
+        raise PipelineError(
+            f"a pipeline's ranks are different ones of {world}, and {dist.get_rank()}, which asks, is one of them",
+            got=str(members),
+            fix="call it on those ranks only",
+        )
+    return members
+
+
+def _holder() -> str:
+    """Who holds the store."""
+    return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0 of all"
 
 
 def _varies(spec: Spec) -> bool:

@@ -26,6 +26,22 @@ class Tie:
     counted_here: bool  # whether this process counts it in norms
 
 
+def all_ties(tied: Sequence[Sequence[str]], model: Any) -> list[Sequence[str]]:
+    """The ties asked for, and those that a whole model has in itself."""
+    for group in tied:
+        if isinstance(group, str) or not all(isinstance(name, str) for name in group):
+            raise PipelineError(
+                "tied is a list of groups of parameter names",
+                got=repr(group),
+                fix='write [("tokens.weight", "head.weight")]',
+            )
+    groups: dict[int, list[str]] = {}
+    if isinstance(model, nn.Module):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            groups.setdefault(id(parameter), []).append(name)
+    return [*tied, *(names for names in groups.values() if len(names) > 1)]
+
+
 def resolve_ties(
     groups: Sequence[Sequence[str]], named: dict[int, dict[str, nn.Parameter]], transport: Transport
 ) -> list[Tie]:
@@ -109,25 +125,33 @@ class DataParallel:
         self._running.clear()
 
 
-def clip_norm(
-    parameters: Sequence[nn.Parameter], ties: Sequence[Tie], max_norm: float, add: Callable[[Tensor], None]
-) -> Tensor:
-    """Scale gradients so that their norm over all ranks is at most ``max_norm``; the norm before.
-
-    A tied parameter counts once, whoever holds it.
-    """
-    if not max_norm > 0:
-        raise PipelineError("the largest norm is positive", got=repr(max_norm), fix="pass a number such as 1.0")
+def square_norm(parameters: Sequence[nn.Parameter], ties: Sequence[Tie]) -> Tensor:
+    """The squared norm of this process's gradients; a tied parameter counts once, whoever holds it."""
     skip = {id(p) for tie in ties for place, p in enumerate(tie.here) if place or not tie.counted_here}
     grads = [p.grad for p in parameters if p.grad is not None]
-    device = grads[0].device if grads else torch.device("cpu")
-    square = torch.zeros((), dtype=torch.float64, device=device)
+    square = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else "cpu")
     for parameter in parameters:
         if parameter.grad is not None and id(parameter) not in skip:
             square += parameter.grad.double().square().sum()
+    return square
+
+
+def check_norm(max_norm: Any) -> None:
+    """What a norm is held to is a positive number."""
+    if not isinstance(max_norm, int | float) or not max_norm > 0:
+        raise PipelineError("the largest norm is positive", got=repr(max_norm), fix="pass a number such as 1.0")
+
+
+def clip_norm(
+    parameters: Sequence[nn.Parameter], ties: Sequence[Tie], max_norm: float, add: Callable[[Tensor], None]
+) -> Tensor:
+    """Scale gradients so that their norm over all ranks is at most ``max_norm``; the norm before."""
+    check_norm(max_norm)
+    square = square_norm(parameters, ties)
     add(square)
     norm = square.sqrt().float()
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    grads = [p.grad for p in parameters if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, scale)
     return norm

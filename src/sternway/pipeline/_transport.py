@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from sternway.errors import PipelineError
+from sternway.pipeline._crew import Crew
 from sternway.pipeline._run import Receive, Routes, Slot, Work
 from sternway.pipeline._stage import Payload
+from sternway.pipeline._watch import Watch
 from sternway.schedule import Schedule
 
 
@@ -27,6 +29,8 @@ class Transport(ABC):
     mine: tuple[int, ...]
     """The ranks that this process runs."""
     device: torch.device
+    watch: Watch | None = None
+    """Looks for ranks that are lost, where that can be."""
 
     @abstractmethod
     def drive(self, works: dict[int, Work], schedule: Schedule, routes: Routes, training: bool) -> None:
@@ -45,8 +49,20 @@ class Transport(ABC):
         """Overwrite ``tensor`` on ``ranks`` by what ``source`` has; called by those ranks only."""
 
     @abstractmethod
-    def checked(self, prepare: Callable[[], list[int]]) -> list[list[int]]:
+    def checked(self, prepare: Callable[[], list[float]]) -> list[list[float]]:
         """Every rank's facts about the coming step; if ``prepare`` raises on one rank, all ranks raise."""
+
+    @abstractmethod
+    def crew(self, members: Sequence[int] | None = None) -> Crew:
+        """The pipeline's processes, or these, for what they decide together; called by all of them."""
+
+    def group_like(self, group: Any) -> Any:
+        """A process group of the same ranks, which is woken and given back with the pipeline's own."""
+        return group
+
+    @abstractmethod
+    def explain(self, error: Exception) -> PipelineError:
+        """A connection was lost: which rank was it?"""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
@@ -103,8 +119,14 @@ class LocalTransport(Transport):
     def copy_from(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> None:
         """Nothing to do: there is one process."""
 
-    def checked(self, prepare: Callable[[], list[int]]) -> list[list[int]]:
+    def checked(self, prepare: Callable[[], list[float]]) -> list[list[float]]:
         return [prepare()]
+
+    def crew(self, members: Sequence[int] | None = None) -> Crew:
+        return Crew()
+
+    def explain(self, error: Exception) -> PipelineError:
+        return PipelineError("a step succeeds", got=f"{type(error).__name__}: {error}", fix="see the traceback")
 
     def fail(self, error: BaseException) -> None:
         """Nobody else to tell."""
