@@ -35,7 +35,7 @@ from sternway.pipeline._run import Receive, Routes, Slot, Work
 from sternway.pipeline._sockets import Sockets, cut, opened
 from sternway.pipeline._stage import MAIN, Payload
 from sternway.pipeline._transport import Transport
-from sternway.pipeline._watch import Loss, Watch
+from sternway.pipeline._watch import Loss, Spot, Watch
 from sternway.schedule import Schedule
 from sternway.schedule._action import parts
 from sternway.split._tree import leaves
@@ -95,12 +95,14 @@ class DistTransport(Transport):
         store = dist.distributed_c10d._get_default_store()
         self._store = PrefixStore(f"sternway/{self._groups['control'].group_name}", store)
         self._mistakes = 0
-        if silence and len(watching := list(watched or self.members)) > 1:
+        self._watched = list(watched or self.members)
+        if silence and len(self._watched) > 1:
             # The n-th pipeline of these ranks on each of them, as each counts for itself.
-            number = store.add(f"sternway/{watching}/{dist.get_rank()}", 1)
-            place = watching.index(dist.get_rank())
-            prefix = f"sternway/{watching}/watch/{number}"
-            self.watch = Watch(store, prefix, place, len(watching), silence, _holder(), self.wake)
+            number = store.add(f"sternway/{self._watched}/{dist.get_rank()}", 1)
+            place = self._watched.index(dist.get_rank())
+            prefix = f"sternway/{self._watched}/watch/{number}"
+            self.watch = Watch(store, prefix, place, len(self._watched), silence, _holder(), self.wake)
+            self.watch.awaited = self._not_done
         self._subgroups: dict[tuple[int, ...], Any] = {tuple(range(self.ranks)): self._groups["control"]}
         self._signature: tuple[int, ...] = ()
         self._described = False  # whether this step's activations come without descriptions
@@ -108,6 +110,7 @@ class DistTransport(Transport):
         self._mail: dict[Slot, Payload] = {}
         self._sending: dict[Slot, list[tuple[Any, Tensor]]] = {}  # works and what they read, until done
         self._channels: dict[str, int] = {}
+        self._awaited: tuple[Slot, int] | None = None
 
     # Messages
 
@@ -186,8 +189,10 @@ class DistTransport(Transport):
                     queue.remove(slot)
             spec = self._known_spec(slot) or self._receive_spec(slot, rank_of[slot.source])
             posted[slot] = self._start_receive(slot, spec, rank_of[slot.source])
+        self._awaited = slot, rank_of[slot.source]
         for work in posted[slot].works:
             self._wait(work)
+        self._awaited = None
         arrived = posted.pop(slot)
         self._finish_sending(slot.back)  # its answer is here, so that it has arrived
         self._post(queues, posted, rank_of)
@@ -338,6 +343,14 @@ class DistTransport(Transport):
             self.watch.tell(f"{type(error).__name__}: {error}")
         self._disposable = list({id(g): g for g in (*self._groups.values(), *self._subgroups.values())}.values())
         self.close()
+
+    def _not_done(self, place: int) -> Spot | None:
+        """What the rank at this place in the watch has not done yet, if this rank waits for that."""
+        if self._awaited is None or self.watch is None or self._watched[place] != self.members[self._awaited[1]]:
+            return None
+        slot = self._awaited[0]
+        op = "F" if slot.target > slot.source else "I"
+        return Spot(self.watch.spot().step, slot.source, f"{slot.source}{op}{slot.microbatch}")
 
     def wake(self) -> None:
         """Cut the connections of the pipeline's groups, so that whoever waits on them wakes."""

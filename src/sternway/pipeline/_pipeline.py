@@ -371,7 +371,7 @@ class Pipeline:
             rank: {
                 name: parameter
                 for index in self.schedule.placement[rank]
-                for name, parameter in self.stages[index].module.named_parameters()
+                for name, parameter in self.stages[index].module.named_parameters(remove_duplicate=False)
             }
             for rank in self.ranks_here
         }

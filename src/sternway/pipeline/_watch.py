@@ -76,7 +76,8 @@ class Watch:
     def __init__(
         self, store: Any, prefix: str, rank: int, ranks: int, silence: float, holder: str, wake: Callable[[], None]
     ) -> None:
-        self.spot: Callable[[], Spot] = Spot
+        self.spot: Callable[[], Spot] = Spot  # what this rank is doing
+        self.awaited: Callable[[int], Spot | None] = lambda rank: None  # what another has not done yet, as known here
         self.loss: Loss | None = None
         self._prefix, self._base = prefix, _connection(store, silence)
         self._store = PrefixStore(prefix, self._base)
@@ -173,7 +174,7 @@ class Watch:
                 self._seen[rank] = sign, now
             silent = now - self._seen[rank][1]
             if silent > min(limit, self._silence) and sign != CLOSED:
-                spot = Spot(**json.loads(sign)["spot"]) if sign else Spot()
+                spot = self.awaited(rank) or (Spot(**json.loads(sign)["spot"]) if sign else Spot())
                 return Loss(rank, f"no sign of life for {silent:.1f} s; it died, was stopped, or hangs", spot)
         return None
 
