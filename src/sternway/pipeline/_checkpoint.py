@@ -28,6 +28,8 @@ from sternway.pipeline._crew import Crew, Outcome
 from sternway.pipeline._optimizer_state import OptimizerState
 from sternway.pipeline._saving import CheckpointWarning, Resumed, Saving
 
+_ZIP = b"PK\x03\x04"
+
 
 @dataclass(frozen=True, slots=True)
 class _Part:
@@ -73,7 +75,7 @@ class Checkpoints:
         start = time.perf_counter()
         self.finish()  # one at a time: they share the buffers
         prepared = Outcome(lambda: self._copy(directory, optimizer, step, scheduler, data, keep))
-        saving = self._running = Saving(lambda: self._write(Path(directory), step, prepared, keep))
+        saving = self._running = Saving(lambda: self._write(directory, step, prepared, keep))
         if wait or prepared.error:
             self.finish()
         saving.stall_seconds = time.perf_counter() - start
@@ -126,9 +128,14 @@ class Checkpoints:
             self._buffers[key] = buffer
         return buffer.copy_(tensor.detach(), non_blocking=True)
 
-    def _write(self, directory: Path, step: int, prepared: Outcome[Any], keep: int | None) -> Path:
+    def _write(self, directory: str | Path, step: int, prepared: Outcome[Any], keep: int | None) -> Path:
         crew = self._crew
-        folder = crew.from_first(lambda: files.begin(directory, step))
+
+        def begin() -> Path:
+            prepared.result()  # nothing is begun with what is no folder or no step
+            return files.begin(Path(directory), step)
+
+        folder = crew.from_first(begin)
         writing = Writing(lambda: prepared.result()[0], folder, crew)
 
         def write() -> _Part:
@@ -171,10 +178,11 @@ class Checkpoints:
             try:
                 return self._load(path, optimizer, scheduler)
             except CheckpointError as error:
-                problems.append(f"{path.name}: {error.got or error.rule}")
+                if len(found) == 1:
+                    raise
+                problems.append(f"{path.name}: {error.rule}, not {error.got}")
                 if len(problems) < len(found) and crew.leads:
-                    text = f"{path} is passed over: {error}"
-                    warnings.warn(text, CheckpointWarning, stacklevel=3)
+                    warnings.warn(f"{path} is passed over: {error}", CheckpointWarning, stacklevel=3)
         if problems:
             raise CheckpointError(
                 f"one of the checkpoints in {directory} is whole",
@@ -286,8 +294,12 @@ def _frozen(run: dict[str, Any]) -> dict[str, Any]:
 
 def _read_run(path: Path, manifest: Manifest) -> dict[str, Any]:
     keys = {"step", "data", "scheduler", "generators", "fields", "values", "options"}
+    run: dict[str, Any] = {}
     try:
-        run: dict[str, Any] = torch.load(path / files.RUN, map_location="cpu", weights_only=True)
+        with open(path / files.RUN, "rb") as file:
+            if file.read(4) != _ZIP:  # torch reads others, too, with a warning of its own
+                raise ValueError("no file of torch.save")
+        run = torch.load(path / files.RUN, map_location="cpu", weights_only=True)
         whole = isinstance(run, dict) and run.keys() == keys and run["step"] == manifest.step and run["generators"]
         problem = "" if whole else "other entries"
     except Exception as error:  # an unpickler may raise anything on bytes that are no pickle
