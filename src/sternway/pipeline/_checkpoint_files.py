@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,8 @@ def commit(folder: Path, manifest: Manifest, keep: int | None) -> Path:
     folder.rename(final)
     _sync(final.parent)
     shutil.rmtree(folder.with_suffix(".old"), ignore_errors=True)
-    prune(final.parent, manifest.step, keep)
+    with suppress(OSError):  # what is old and cannot be removed is in nobody's way
+        prune(final.parent, manifest.step, keep)
     return final
 
 
@@ -110,9 +112,8 @@ def prune(directory: Path, newest: int, keep: int | None) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    old = path.with_suffix(".old")
-    shutil.rmtree(old, ignore_errors=True)
-    path.rename(old)
+    shutil.rmtree(path.with_suffix(".old"), ignore_errors=True)
+    path.rename(path.with_suffix(".old"))
 
 
 def candidates(directory: Path) -> list[Path]:

@@ -85,7 +85,9 @@ class Watch:
         self.interval = min(1.0, silence / 6)
         self._count = 0
         self._seen: dict[int, tuple[str, float]] = {}
-        self._suspicious = False
+        self._suspicious = False  # since a connection was lost: then
+        self._asked: set[int] = set()  # ranks that were looked at, and
+        self._alive: set[int] = set()  # those that gave a sign of life after that
         self._told: Loss | None = None
         self._answered = time.monotonic()
         self._decided, self._stop, self._hurry = threading.Event(), threading.Event(), threading.Event()
@@ -111,7 +113,7 @@ class Watch:
         self._suspicious = True
         self._hurry.set()
         self._decided.wait(self._silence + 4 * self.interval)
-        return self.loss or Loss(None, "a lost connection, though every rank gives signs of life")
+        return self.loss or Loss(None, "a connection was lost")
 
     def others(self) -> dict[int, str]:
         """The signs of life that were seen of the other ranks."""
@@ -137,7 +139,7 @@ class Watch:
                 if not self._stop.is_set() and not self._holder_left():
                     self._decide(Loss(None, f"the store is gone, with {self._holder}, which held it"))
                 return
-            self._hurry.wait(self.interval / 4 if self._suspicious else self.interval)
+            self._hurry.wait(self.interval / 2 if self._suspicious else self.interval)
             self._hurry.clear()
         with suppress(RuntimeError):  # there may be nobody left to read it
             self._store.set(f"beat/{self._rank}", CLOSED)
@@ -163,20 +165,33 @@ class Watch:
             self._decide(Loss.from_json(self._store.compare_set("error", "", found.to_json()).decode()))
 
     def _look(self) -> Loss | None:
-        """Has a rank stopped giving signs of life? Ask the next one; all of them, if something is known to be wrong."""
-        now = time.monotonic()
-        others = [(self._rank + k) % self._ranks for k in range(1, self._ranks)]
-        limit = max(1.0, 3 * self.interval) if self._suspicious else self._silence
-        for rank in others if self._suspicious else others[:1]:
-            key = f"beat/{rank}"
-            sign = self._store.get(key).decode() if self._store.check([key]) else ""
-            if rank not in self._seen or self._seen[rank][0] != sign:
-                self._seen[rank] = sign, now
-            silent = now - self._seen[rank][1]
-            if silent > min(limit, self._silence) and sign != CLOSED:
-                spot = self.awaited(rank) or (Spot(**json.loads(sign)["spot"]) if sign else Spot())
-                return Loss(rank, f"no sign of life for {silent:.1f} s; it died, was stopped, or hangs", spot)
+        """Has the next rank stopped giving signs of life? If a connection was lost: has any, or do all go on?"""
+        if not self._suspicious:
+            others = [(self._rank + 1) % self._ranks]
+            return next((loss for rank in others if (loss := self._missing(rank, self._silence))), None)
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        for rank in others:
+            if (loss := self._missing(rank, min(self._silence, max(1.0, 3 * self.interval)))) is not None:
+                return loss
+        if all(rank in self._alive for rank in others):
+            return Loss(self._rank, "it lost a connection to another rank, though all give signs of life", self.spot())
         return None
+
+    def _missing(self, rank: int, limit: float) -> Loss | None:
+        """A rank whose sign of life has not changed for ``limit`` seconds."""
+        key, now = f"beat/{rank}", time.monotonic()
+        sign = self._store.get(key).decode() if self._store.check([key]) else ""
+        if rank not in self._seen or self._seen[rank][0] != sign:
+            if self._suspicious and rank in self._asked:
+                self._alive.add(rank)
+            self._seen[rank] = sign, now
+        if self._suspicious:
+            self._asked.add(rank)
+        silent = now - self._seen[rank][1]
+        if silent <= limit or sign == CLOSED:
+            return None
+        spot = self.awaited(rank) or (Spot(**json.loads(sign)["spot"]) if sign else Spot())
+        return Loss(rank, f"no sign of life for {silent:.1f} s; it died, was stopped, or hangs", spot)
 
     def _decide(self, loss: Loss) -> None:
         with self._lock:
