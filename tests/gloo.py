@@ -71,4 +71,4 @@ def on_ranks(world: int, function: Callable[..., None], *arguments: Any, timeout
         texts.append(f"rank {rank}:\n{text}")
     assert not texts, "\n".join(texts)
     assert not hung, f"{len(hung)} of {world} ranks did not finish within {timeout} s"
-    assert all(process.exitcode == 0 for process in processes)
+    assert all(process.exitcode == 0 for process in ranks)
