@@ -1,11 +1,13 @@
 """Train a byte-level GPT across processes: a script to read, copy and change.
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --steps 50
-    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoint runs/gpt
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 3 \\
+        examples/train_gpt.py --checkpoint runs/gpt
 
 Every process runs this same file. Each keeps its part of the model, and gets the whole batch; only the first needs the
 inputs and only the last the targets. With --checkpoint it saves as it goes, and goes on from there when it is started
-again: by you, or by torchrun after a process was lost.
+again: by you, or by torchrun after a process was lost (the variable keeps one life's addresses from the next:
+docs/survive.md).
 """
 
 import argparse

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sternway.cli import _chaos_rank
 from sternway.cli._chaos_rank import Options
 from sternway.errors import PipelineError
 
@@ -71,9 +72,10 @@ def _run(options: Options, ranks: int) -> Story:
     except OSError as error:
         raise PipelineError("--out is a folder to write into", got=str(error), fix="choose another") from None
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["--max-restarts", str(len(options.kills) + 1), "-m", "sternway.cli._chaos_rank", options.to_json()]
+    command += ["--max-restarts", str(len(options.kills) + 1), _chaos_rank.__file__, options.to_json()]
     start = time.monotonic()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a new life finds the addresses of the one before
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, check=False)
     notes = folder / "notes.jsonl"

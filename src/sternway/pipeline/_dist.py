@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -90,18 +91,19 @@ class DistTransport(Transport):
         self._timeout = timedelta(seconds=timeout)
         self._disposable: list[Any] = []
         self._sockets: Sockets = frozenset()
-        self._crew: Crew | None = None
         self._groups = {name: self._new_group(self.members) for name in ("activations", "gradients", "control")}
         store = dist.distributed_c10d._get_default_store()
         self._store = PrefixStore(f"sternway/{self._groups['control'].group_name}", store)
         self._mistakes = 0
         self._watched = list(watched or self.members)
         if silence and len(self._watched) > 1:
-            # The n-th pipeline of these ranks on each of them, as each counts for itself.
-            number = store.add(f"sternway/{self._watched}/{dist.get_rank()}", 1)
+            # The n-th pipeline of these ranks on each of them, as each counts for itself; and a name that no pipeline
+            # had before, even if torchrun's agent kept the store while processes were started again.
+            here = f"sternway/{self._watched}"
+            number = store.add(f"{here}/{dist.get_rank()}", 1)
+            name = store.compare_set(f"{here}/name/{number}", "", uuid.uuid4().hex).decode()
             place = self._watched.index(dist.get_rank())
-            prefix = f"sternway/{self._watched}/watch/{number}"
-            self.watch = Watch(store, prefix, place, len(self._watched), silence, _holder(), self.wake)
+            self.watch = Watch(store, f"sternway/{name}", place, len(self._watched), silence, _holder(), self.wake)
             self.watch.awaited = self._not_done
         self._subgroups: dict[tuple[int, ...], Any] = {tuple(range(self.ranks)): self._groups["control"]}
         self._signature: tuple[int, ...] = ()
@@ -356,10 +358,11 @@ class DistTransport(Transport):
         """Cut the connections of the pipeline's groups, so that whoever waits on them wakes."""
         cut(self._sockets)
 
-    def crew(self, members: Sequence[int] | None = None) -> Crew:
-        if self._crew is None:
-            self._crew = Crew(self._new_group(list(members or self.members), "gloo"), self.explain)
-        return self._crew
+    def crew(self) -> Crew:
+        return Crew(self._groups["control"], self.explain)
+
+    def crew_apart(self, members: Sequence[int] | None = None) -> Crew:
+        return Crew(self._new_group(list(members or self.members), "gloo"), self.explain)
 
     def group_like(self, group: Any) -> Any:
         return self._new_group(dist.get_process_group_ranks(group))

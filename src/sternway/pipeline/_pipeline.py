@@ -304,7 +304,7 @@ class Pipeline:
         if self._saves is None:
             ties = {name: tie.names for tie in self._ties for name in tie.names}
             modules = {index: stage.module for index, stage in self.stages.items()}
-            crew = self.transport.crew(self._everyone)
+            crew = self.transport.crew_apart(self._everyone)
             self._saves = Checkpoints(crew, modules, self._whole_names, ties, self.schedule.name)
         return self._saves
 

@@ -53,8 +53,12 @@ class Transport(ABC):
         """Every rank's facts about the coming step; if ``prepare`` raises on one rank, all ranks raise."""
 
     @abstractmethod
-    def crew(self, members: Sequence[int] | None = None) -> Crew:
-        """The pipeline's processes, or these, for what they decide together; called by all of them."""
+    def crew(self) -> Crew:
+        """The pipeline's processes, for what they decide together between steps."""
+
+    @abstractmethod
+    def crew_apart(self, members: Sequence[int] | None = None) -> Crew:
+        """The pipeline's processes, or these, with a group of their own: for a thread that works beside the steps."""
 
     def group_like(self, group: Any) -> Any:
         """A process group of the same ranks, which is woken and given back with the pipeline's own."""
@@ -122,7 +126,10 @@ class LocalTransport(Transport):
     def checked(self, prepare: Callable[[], list[float]]) -> list[list[float]]:
         return [prepare()]
 
-    def crew(self, members: Sequence[int] | None = None) -> Crew:
+    def crew(self) -> Crew:
+        return Crew()
+
+    def crew_apart(self, members: Sequence[int] | None = None) -> Crew:
         return Crew()
 
     def explain(self, error: Exception) -> PipelineError:
