@@ -140,14 +140,14 @@ def work(rank: int, port: int, run: Run, fault: Fault | None, said: Connection) 
     os._exit(0)
 
 
-def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def _train(rank: int, run: Run, fault: Fault | None, said: Connection) -> str:
     torch.manual_seed(0)
     model = GPT(vocabulary=VOCABULARY, dim=16, heads=2, layers=max(4, run.ranks), length=LENGTH)
-    pipe = Pipeline(model, schedule=run.schedule, num_microbatches=MICROBATCHES, loss=_loss, silence=run.silence)
+    pipe = Pipeline(model, schedule=run.schedule, num_microbatches=MICROBATCHES, loss=loss, silence=run.silence)
     optimizer = torch.optim.AdamW(pipe.parameters(), 1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, run.steps)
     found = pipe.resume(run.directory, optimizer, scheduler=scheduler)
