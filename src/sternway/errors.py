@@ -17,6 +17,8 @@
 Each message says three things: the rule, what was got instead, and how to mend it.
 """
 
+import reprlib
+
 
 class SternwayError(Exception):
     """The root of the tree; also a place to read the convention from.
@@ -36,6 +38,19 @@ class SternwayError(Exception):
         if fix:
             message += f". Fix: {fix}"
         super().__init__(message)
+
+    @classmethod
+    def unless(cls, fits: bool, rule: str, value: object, fix: str) -> None:
+        """Raise an error about ``value`` unless it fits.
+
+        Example:
+            >>> SternwayError.unless(isinstance("three", int), "a count is a number", "three", "pass 3")
+            Traceback (most recent call last):
+            ...
+            sternway.errors.SternwayError: a count is a number; got str 'three'. Fix: pass 3
+        """
+        if not fits:
+            raise cls(rule, got=f"{type(value).__name__} {reprlib.repr(value)}", fix=fix)
 
 
 class SplitError(SternwayError):

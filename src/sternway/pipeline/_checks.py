@@ -27,6 +27,7 @@ def check_arguments(
     chunk: Any,
     loss: Any,
     reports: Any,
+    mesh: Any,
 ) -> None:
     """What a pipeline is given is of the right kind."""
     rules: list[tuple[bool, str, Any]] = [
@@ -37,6 +38,7 @@ def check_arguments(
         (isinstance(transport, Transport | None), "a transport is a Transport", transport),
         (isinstance(chunk, Chunk | Ready | Whole), "chunk is Chunk(dim), Ready() or Whole()", chunk),
         (loss is None or callable(loss), "a loss is a function of output and target", loss),
+        (mesh is None or hasattr(mesh, "get_group"), "mesh is a DeviceMesh", mesh),
         (reports is None or isinstance(reports, str | os.PathLike), "reports is a folder", reports),
     ]
     for fits, rule, value in rules:
@@ -91,7 +93,11 @@ def check_alike(facts: list[list[float]], schedule: Schedule) -> None:
 
 def checked_skips(skips: Mapping[str, tuple[int, int]], num_stages: int) -> dict[str, tuple[int, int]]:
     """The skips, if each leads from a stage to a later one."""
-    for name, (source, target) in skips.items():
+    PipelineError.unless(isinstance(skips, Mapping), "skips are {name: (from stage, to stage)}", skips, "pass a dict")
+    for name, way in skips.items():
+        fits = isinstance(name, str) and isinstance(way, tuple | list) and [type(part) for part in way] == [int, int]
+        PipelineError.unless(fits, "skips are {name: (from stage, to stage)}", (name, way), "pass two stages' numbers")
+        source, target = way
         if name == "main" or not 0 <= source < target < num_stages:
             raise PipelineError(
                 f"a skip leads from a stage to a later one, of {num_stages}",

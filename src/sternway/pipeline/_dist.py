@@ -35,7 +35,7 @@ from sternway.pipeline._payload import Place, Spec
 from sternway.pipeline._run import Receive, Routes, Slot, Work
 from sternway.pipeline._sockets import Sockets, cut, opened
 from sternway.pipeline._stage import MAIN, Payload
-from sternway.pipeline._transport import Transport
+from sternway.pipeline._transport import Transport, device_of
 from sternway.pipeline._watch import Loss, Spot, Watch
 from sternway.schedule import Schedule
 from sternway.schedule._action import parts
@@ -85,7 +85,7 @@ class DistTransport(Transport):
                 fix="start with torchrun and call torch.distributed.init_process_group(), or pass LocalTransport()",
             )
         self.members = _members(ranks)
-        self.device, self.dynamic = torch.device(device), dynamic
+        self.device, self.dynamic = device_of(device), dynamic
         self.ranks, self.rank = len(self.members), self.members.index(dist.get_rank())
         self.mine = (self.rank,)
         self._timeout = timedelta(seconds=timeout)
@@ -382,6 +382,8 @@ def transport_of(mesh: Any, dynamic: bool, silence: float) -> DistTransport:
     """What a pipeline uses unless it is told: all processes, or a mesh's."""
     if mesh is None:
         return DistTransport(dynamic=dynamic, silence=silence)
+    if not dist.is_initialized():
+        raise PipelineError("a mesh needs torch.distributed", got="no process group", fix="start with torchrun")
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
     if "pp" not in names or "dp" not in names:
         raise PipelineError('a mesh has the dimensions "dp" and "pp"', got=str(names), fix="name them so")

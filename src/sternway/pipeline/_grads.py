@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -28,13 +30,11 @@ class Tie:
 
 def all_ties(tied: Sequence[Sequence[str]], model: Any) -> list[Sequence[str]]:
     """The ties asked for, and those that a whole model has in itself."""
+    rule, fix = "tied is a list of groups of parameter names", 'write [("tokens.weight", "head.weight")]'
+    PipelineError.unless(isinstance(tied, Sequence) and not isinstance(tied, str | bytes), rule, tied, fix)
     for group in tied:
-        if isinstance(group, str) or not all(isinstance(name, str) for name in group):
-            raise PipelineError(
-                "tied is a list of groups of parameter names",
-                got=repr(group),
-                fix='write [("tokens.weight", "head.weight")]',
-            )
+        fits = isinstance(group, Sequence) and not isinstance(group, str | bytes)
+        PipelineError.unless(fits and all(isinstance(name, str) for name in group), rule, group, fix)
     groups: dict[int, list[str]] = {}
     if isinstance(model, nn.Module):
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -136,9 +136,17 @@ def square_norm(parameters: Sequence[nn.Parameter], ties: Sequence[Tie]) -> Tens
     return square
 
 
+def float_of(number: Real) -> float:
+    """As a float; infinite where it is too large for one."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
+
+
 def check_norm(max_norm: Any) -> None:
     """What a norm is held to is a positive number."""
-    if not isinstance(max_norm, int | float) or not max_norm > 0:
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real) or not 0 < float_of(max_norm) < math.inf:
         raise PipelineError("the largest norm is positive", got=repr(max_norm), fix="pass a number such as 1.0")
 
 
@@ -150,7 +158,7 @@ def clip_norm(
     square = square_norm(parameters, ties)
     add(square)
     norm = square.sqrt().float()
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
     grads = [p.grad for p in parameters if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, scale)

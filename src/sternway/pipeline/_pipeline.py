@@ -82,7 +82,7 @@ class Pipeline:
         silence: float = 30,
         reports: str | Path | None = None,
     ) -> None:
-        check_arguments(stages, schedule, num_microbatches, ranks, transport, chunk, loss, reports)
+        check_arguments(stages, schedule, num_microbatches, ranks, transport, chunk, loss, reports, mesh)
         self.chunk = chunk
         self.transport = transport or transport_of(mesh, dynamic, silence)
         ranks = ranks or self.transport.ranks or (schedule.ranks if isinstance(schedule, Schedule) else 0)
@@ -109,7 +109,9 @@ class Pipeline:
             for index, module in sorted(self._built.modules.items())
         }
         self.ranks_here = self.transport.mine or tuple(range(ranks))
-        routes = Routes(self.schedule.num_stages, checked_skips(skips or {}, self.schedule.num_stages))
+        routes = Routes(
+            self.schedule.num_stages, checked_skips({} if skips is None else skips, self.schedule.num_stages)
+        )
         self._ties = resolve_ties(all_ties(tied, stages), self._named(), self.transport)
         tied_here = {id(p) for tie in self._ties for p in tie.here}
         self._late = [p for p in self.parameters() if id(p) in tied_here]
@@ -338,6 +340,7 @@ class Pipeline:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take this process's parameters and buffers from ``state``, which may be the whole model's."""
+        PipelineError.unless(isinstance(state, Mapping), "a state is a dict of tensors by name", state, "pass one")
         for stage in self.stages.values():
             own = stage.module.state_dict()
             missing = sorted(own.keys() - state.keys())
@@ -345,7 +348,11 @@ class Pipeline:
                 raise PipelineError(
                     "a state has every parameter of this rank", got=f"none for {missing[0]}", fix="save it again"
                 )
-            stage.module.load_state_dict({name: state[name] for name in own})
+            try:
+                stage.module.load_state_dict({name: state[name] for name in own})
+            except (RuntimeError, TypeError, AttributeError) as error:
+                got = f"{type(error).__name__}: {error}"
+                raise PipelineError("a state fits the model", got=got, fix="pass the same model's state") from None
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put this process's modules into training mode, as ``nn.Module.train``."""

@@ -91,7 +91,7 @@ class LocalTransport(Transport):
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.ranks, self.mine = 0, ()
-        self.device = torch.device(device)
+        self.device = device_of(device)
 
     def drive(self, works: dict[int, Work], schedule: Schedule, routes: Routes, training: bool) -> None:
         mail: dict[Slot, Payload] = {}
@@ -140,6 +140,20 @@ class LocalTransport(Transport):
 
     def close(self) -> None:
         """Nothing was opened."""
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    """The device that is meant.
+
+    Raises:
+        PipelineError: none that torch knows.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise PipelineError(
+            "a device is one of torch's", got=str(error).splitlines()[0], fix='pass "cpu" or "cuda"'
+        ) from None
 
 
 def _advance(work: Work, answer: Payload | None, mail: dict[Slot, Payload]) -> Slot | None:
