@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from sternway.pipeline._clock import offsets
 from sternway.pipeline._dist import transport_of
 from sternway.pipeline._engine import Engine
 from sternway.pipeline._grads import DataParallel, add_ties, all_ties, check_norm, clip_norm, resolve_ties, square_norm
+from sternway.pipeline._held import Held
 from sternway.pipeline._microbatch import Chunk, ChunkSpec
 from sternway.pipeline._result import StepResult, collect, gather_timeline
 from sternway.pipeline._run import Routes
@@ -29,7 +30,7 @@ from sternway.pipeline._trial import Policy, Trial
 from sternway.schedule import Schedule
 
 
-class Pipeline:
+class Pipeline(Held):
     """A model trained across ranks, each holding some stages, in the order that a schedule says.
 
     Example, one process of several started by torchrun:
@@ -239,6 +240,15 @@ class Pipeline:
         """How many steps were dropped because gradients were not finite."""
         return self._engine.skipped
 
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all ranks' gradients so that their norm together is at most ``max_norm``; the norm before."""
+
+        def add(square: Tensor) -> None:
+            if self.transport.mine:
+                self.transport.add([square], range(self.schedule.ranks))
+
+        return clip_norm(list(self.parameters()), self._ties, max_norm, add)
+
     # Checkpoints
 
     def save(
@@ -310,60 +320,6 @@ class Pipeline:
             self._saves = Checkpoints(crew, modules, self._whole_names, ties, self.schedule.name)
         return self._saves
 
-    # The parameters
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters, under their names in the whole model where that was given."""
-        seen: set[int] = set()
-        for stage in self.stages.values():
-            for name, parameter in stage.module.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This process's parameters, for an optimizer."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all ranks' gradients so that their norm together is at most ``max_norm``; the norm before."""
-
-        def add(square: Tensor) -> None:
-            if self.transport.mine:
-                self.transport.add([square], range(self.schedule.ranks))
-
-        return clip_norm(list(self.parameters()), self._ties, max_norm, add)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """This process's parameters and buffers by name."""
-        return {name: value for stage in self.stages.values() for name, value in stage.module.state_dict().items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this process's parameters and buffers from ``state``, which may be the whole model's."""
-        PipelineError.unless(isinstance(state, Mapping), "a state is a dict of tensors by name", state, "pass one")
-        for stage in self.stages.values():
-            own = stage.module.state_dict()
-            missing = sorted(own.keys() - state.keys())
-            if missing:
-                raise PipelineError(
-                    "a state has every parameter of this rank", got=f"none for {missing[0]}", fix="save it again"
-                )
-            try:
-                stage.module.load_state_dict({name: state[name] for name in own})
-            except (RuntimeError, TypeError, AttributeError) as error:
-                got = f"{type(error).__name__}: {error}"
-                raise PipelineError("a state fits the model", got=got, fix="pass the same model's state") from None
-
-    def train(self, mode: bool = True) -> Pipeline:
-        """Put this process's modules into training mode, as ``nn.Module.train``."""
-        for stage in self.stages.values():
-            stage.module.train(mode)
-        return self
-
-    def eval(self) -> Pipeline:
-        """Put this process's modules into evaluation mode, as ``nn.Module.eval``."""
-        return self.train(False)
-
     def close(self) -> None:
         """Finish what is under way and give back the process groups. The pipeline is of no use afterwards."""
         if not self._engine.closed:
@@ -372,13 +328,3 @@ class Pipeline:
                 self._saves.finish()
             self._engine.closed = True
             self.transport.close()
-
-    def _named(self) -> dict[int, dict[str, nn.Parameter]]:
-        return {
-            rank: {
-                name: parameter
-                for index in self.schedule.placement[rank]
-                for name, parameter in self.stages[index].module.named_parameters(remove_duplicate=False)
-            }
-            for rank in self.ranks_here
-        }
