@@ -37,6 +37,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/schedule/main.py
 	$(BIN)/python benchmarks/pipeline/main.py
 	$(BIN)/python benchmarks/graph/main.py
+	$(BIN)/python benchmarks/chaos/main.py
+	$(BIN)/python benchmarks/scale/main.py
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
