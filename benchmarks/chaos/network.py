@@ -125,7 +125,7 @@ def story(folder: Path, steps: int, cuts: list[float], limit: float = 240.0) -> 
                 while _newest(saved) < 2 * (place + 1) and time.monotonic() < end and started[0].poll() is None:
                     time.sleep(0.05)
                 machines.cut(seconds)
-            codes = [process.wait(timeout=max(1.0, end - time.monotonic())) for process in started]
+            codes = [_end_of(process, end) for process in started]
         finally:
             for process in started:
                 process.kill()
@@ -140,6 +140,14 @@ def story(folder: Path, steps: int, cuts: list[float], limit: float = 240.0) -> 
             "went_on": logs[0].count("going on from"),
             "logs": logs,
         }
+
+
+def _end_of(process: subprocess.Popen[bytes], end: float) -> int | None:
+    """How it ended; None if it did not in time."""
+    try:
+        return process.wait(timeout=max(1.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _newest(folder: Path) -> int:

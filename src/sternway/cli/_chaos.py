@@ -39,7 +39,7 @@ class Story:
 
 
 def chaos(
-    ranks: int, steps: int, dim: int, layers: int, microbatches: int, out: Path, kills: int = 2
+    ranks: int, steps: int, dim: int, layers: int, microbatches: int, out: Path, kills: int
 ) -> tuple[Story, Story]:
     """Train twice under torchrun, undisturbed and with ranks killed; what happened in each.
 
