@@ -165,7 +165,7 @@ def main() -> int:
         print(f"two network namespaces cannot be had here: {why}", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as folder:
-        found = story(Path(folder), steps=60, cuts=[arguments.cut, arguments.long_cut])
+        found = story(Path(folder), steps=16, cuts=[arguments.cut, arguments.long_cut], limit=600)
     logs = found.pop("logs")
     if found["exit"] != [0, 0]:
         print(*logs, sep="\n----\n", file=sys.stderr)

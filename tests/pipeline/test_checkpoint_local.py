@@ -386,6 +386,10 @@ class TestMistakes:
         with pytest.raises(CheckpointError, match=r"holds its parameters; got another one, of shape \(3,\)"):
             pipe.save(tmp_path, torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1))
 
+        pipe.save(tmp_path, torch.optim.SGD(pipe.parameters(), 0.1))
+        with pytest.raises(CheckpointError, match=r"holds its parameters; got another one, of shape \(3,\)"):
+            pipe.resume(tmp_path, torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1))
+
     def test_a_folder_that_is_a_file(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
         pipe = pipe_of(gpt())

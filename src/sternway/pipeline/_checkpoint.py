@@ -203,6 +203,7 @@ class Checkpoints:
             state = OptimizerState(values=run["values"], options=run["options"])
             fields: dict[str, list[str]] = {}
             if optimizer is not None:
+                _optimizer_state.take(optimizer, self._names())  # that all its parameters are known here
                 known = [_optimizer_state.known_name(name, state, self._ties) for name in self._names().values()]
                 fields = {name: run["fields"][name] for name in known}
             wanted = [f"model.{name}" for name in self._model()]

@@ -66,7 +66,7 @@ class Engine:
                 batch.extend(cut())
                 return [signature(batch), training, self._digest, self._share()]
 
-            with self._alone():
+            with self.alone():
                 facts = self._transport.checked(prepare)
             check_alike(facts, self._schedule)
             if self._settled([row[3] for row in facts]):
@@ -108,7 +108,7 @@ class Engine:
     def guarded(self) -> Iterator[None]:
         """Whatever fails in here fails on every rank, and closes the pipeline."""
         try:
-            with self._alone():
+            with self.alone():
                 yield
         except LostRankError:
             raise
@@ -120,7 +120,7 @@ class Engine:
                 stage.clear()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
         """Another rank's loss closes the pipeline; this rank's own mistakes need not."""
         try:
             try:
@@ -150,7 +150,7 @@ class Engine:
     def settle(self) -> None:
         """If an optimizer step is on trial, agree on it now."""
         if self.trial is not None:
-            with self._alone():
+            with self.alone():
                 rows = self._transport.gather([[self._share()]] * len(self._ranks_here))
             self._settled([row[0] for row in rows][: 1 if not self._transport.mine else None])
 

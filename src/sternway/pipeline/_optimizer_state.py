@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sternway.errors import CheckpointError
 
@@ -69,7 +69,10 @@ def give(
             state = optimizer.state[parameter]
             state.clear()
             state.update(saved.values.get(name, {}))
-            state.update({key: _placed(key, value, parameter) for key, value in saved.tensors.get(name, {}).items()})
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            for key, value in saved.tensors.get(name, {}).items():
+                # A count of steps is on the CPU, unless kernels read it.
+                state[key] = value if key == "step" and not on_device else value.to(parameter.device)
 
 
 def known_name(name: str, saved: OptimizerState, ties: Mapping[str, Sequence[str]]) -> str:
@@ -82,11 +85,6 @@ def known_name(name: str, saved: OptimizerState, ties: Mapping[str, Sequence[str
             fix="resume without the optimizer, or from a checkpoint that was saved with one",
         )
     return found
-
-
-def _placed(key: str, value: Tensor, parameter: nn.Parameter) -> Tensor:
-    """On the parameter's device; but a count of steps stays on the CPU, where optimizers keep it unless capturable."""
-    return value if key == "step" and value.ndim == 0 else value.to(parameter.device)
 
 
 def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:

@@ -281,7 +281,8 @@ class Pipeline(Held):
             CheckpointError: on every rank, if one could not write its part.
         """
         self._engine.settle()
-        return self._checkpoints().save(directory, optimizer, step, scheduler, data, keep, wait)
+        with self._engine.alone():
+            return self._checkpoints().save(directory, optimizer, step, scheduler, data, keep, wait)
 
     def resume(
         self,
@@ -305,7 +306,8 @@ class Pipeline(Held):
             CheckpointError: on every rank, if there are checkpoints but none is whole, or the model does not fit.
         """
         self._engine.settle()
-        found = self._checkpoints().resume(directory, optimizer, scheduler, step)
+        with self._engine.alone():
+            found = self._checkpoints().resume(directory, optimizer, scheduler, step)
         if found is not None:
             self._engine.steps = found.step
         return found
@@ -325,6 +327,7 @@ class Pipeline(Held):
         if not self._engine.closed:
             self._engine.settle()
             if self._saves is not None:
-                self._saves.finish()
+                with self._engine.alone():
+                    self._saves.finish()
             self._engine.closed = True
             self.transport.close()
