@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -147,10 +149,10 @@ def test_a_step_that_is_rolled_back_leaves_nothing() -> None:
     pipe.settle()
 
 
-def _on_ranks(rank: int) -> None:
+def _on_ranks(rank: int, folder: str) -> None:
     x, target = torch.randn(4, DIM), torch.randn(4, DIM)
     modules = stages((1, "forward"))
-    pipe = pipe_of({rank: modules[rank]}, num_microbatches=2)
+    pipe = pipe_of({rank: modules[rank]}, num_microbatches=2, reports=folder)
     optimizer = torch.optim.AdamW(pipe.parameters(), 1e-2)
     pipe.step(x, target=target)
     pipe.optimizer_step(optimizer, max_norm=1e-3)
@@ -167,15 +169,18 @@ def _on_ranks(rank: int) -> None:
     modules[rank][1].on = True
     pipe.step(x, target=target)
     pipe.optimizer_step(optimizer)
-    with pytest.raises(NonfiniteError, match=r"output of 1\.spoil \(rank 1, stage 1\), in step 2"):
+    with pytest.raises(NonfiniteError, match=r"output of 1\.spoil \(rank 1, stage 1\), in step 2") as raised:
         pipe.step(x, target=target)
+    report = json.loads(Path(raised.value.__notes__[0].split(": ", 1)[1]).read_text())
+    assert report["error"] == f"NonfiniteError: {raised.value}"
+    assert [event["action"] for event in report["timeline"]] == [str(action) for action in pipe.schedule.actions[rank]]
     modules[rank][1].on = False
     assert pipe.step(x, target=target, nonfinite="raise").nonfinite is None
     pipe.close()
 
 
-def test_three_processes_agree() -> None:
-    on_ranks(3, _on_ranks)
+def test_three_processes_agree(tmp_path: Path) -> None:
+    on_ranks(3, _on_ranks, str(tmp_path))
 
 
 @pytest.mark.parametrize(

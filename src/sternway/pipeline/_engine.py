@@ -137,10 +137,12 @@ class Engine:
 
     def _fail(self, error: BaseException) -> None:
         self.closed = True
-        watch = self._transport.watch
         self._transport.fail(error)
+        self._leave_report(error)
+
+    def _leave_report(self, error: BaseException) -> None:
+        watch, rank = self._transport.watch, self._ranks_here[0]
         if watch is not None:
-            rank = self._ranks_here[0]
             path = _report.write(self._reports, rank, error, watch.loss, self._position, watch.others())
             if path is not None:
                 error.add_note(f"What rank {rank} had done by then: {path}")
@@ -184,11 +186,13 @@ class Engine:
                 parameter.grad = None
         self.skipped += 1
         if policy == "raise":
-            raise NonfiniteError(
+            error = NonfiniteError(
                 "gradients are finite",
                 got=f"{origin}, in step {self.steps - 1}",
                 fix='lower the learning rate, mend the module, or pass nonfinite="skip"',
             )
+            self._leave_report(error)
+            raise error
         return origin
 
     def _origin(self) -> str:
