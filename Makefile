@@ -42,6 +42,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/graph/main.py
 	$(BIN)/python benchmarks/atlas/main.py
 	$(BIN)/python benchmarks/saved/main.py
+	$(BIN)/python benchmarks/chaos/main.py
+	$(BIN)/python benchmarks/scale/main.py
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

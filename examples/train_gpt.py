@@ -1,13 +1,18 @@
 """Train a byte-level GPT across processes: a script to read, copy and change.
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --steps 50
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 3 \\
+        examples/train_gpt.py --checkpoint runs/gpt
 
 Every process runs this same file. Each keeps its part of the model, and gets the whole batch; only the first needs the
-inputs and only the last the targets.
+inputs and only the last the targets. With --checkpoint it saves as it goes, and goes on from there when it is started
+again: by you, or by torchrun after a process was lost (the variable keeps one life's addresses from the next:
+docs/survive.md).
 """
 
 import argparse
 import os
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -25,10 +30,18 @@ def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--schedule", default="auto")
+    parser.add_argument(
+        "--schedule", help='a name, or "auto"; with --checkpoint a fixed one, for the same bits each time'
+    )
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--checkpoint", help="a folder to save to, and to go on from")
+    parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument(
+        "--silence", type=float, default=30, help="after so many seconds without a sign, a rank is lost"
+    )
     arguments = parser.parse_args()
+    schedule = arguments.schedule or ("zb-h1" if arguments.checkpoint else "auto")
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     dist.init_process_group("gloo")
@@ -40,21 +53,27 @@ def main() -> None:
     pipe = Pipeline(
         model,
         cuts="balanced",
-        schedule=arguments.schedule,
+        schedule=schedule,
         num_microbatches=arguments.microbatches,
         loss=loss,
-        sample=x[:2],
+        sample=x[:2] if schedule == "auto" else None,
         sample_target=target[:2],
+        silence=arguments.silence,
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
-    for step in range(arguments.steps):
-        x, target = next(data)
+    found = pipe.resume(arguments.checkpoint, optimizer) if arguments.checkpoint else None
+    first = found.step if found is not None else 0
+    if found is not None and dist.get_rank() == 0:
+        print(f"going on from {found.path}", flush=True)
+    for step, (x, target) in enumerate(islice(data, first, arguments.steps), start=first):
         result = pipe.step(x, target=target, loss_everywhere=True)
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0 and step % 10 == 0:
             print(f"step {step}: loss {float(result.loss):.3f}, bubble {result.timeline.bubble_rate:.1%}", flush=True)
+        if arguments.checkpoint and (step + 1) % arguments.save_every == 0:
+            pipe.save(arguments.checkpoint, optimizer, step + 1, keep=3, wait=False)
     pipe.close()
     dist.destroy_process_group()
 

@@ -13,13 +13,34 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
+def processes() -> Any:
+    """A context whose processes are forked from a warm one: torch is imported once, not by every process."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed.checkpoint", "sternway.pipeline", "hypothesis", "pytest"]
+    )
+    return context
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def join_group(rank: int, world: int, port: int) -> None:
+    """Become one of ``world`` gloo ranks, with one thread."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+
+
 def _rank(
     rank: int, world: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...], errors: Any
 ) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
     try:
-        dist.init_process_group("gloo", rank=rank, world_size=world)
+        join_group(rank, world, port)
         torch.manual_seed(0)
         function(rank, *arguments)
         dist.barrier()
@@ -31,19 +52,17 @@ def _rank(
 
 def on_ranks(world: int, function: Callable[..., None], *arguments: Any, timeout: float = 120) -> None:
     """Call ``function(rank, *arguments)`` on ``world`` processes; raise the first rank's error, if any."""
-    context = mp.get_context("spawn")
+    context = processes()
     errors = context.SimpleQueue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [
+    port = free_port()
+    ranks = [
         context.Process(target=_rank, args=(rank, world, port, function, arguments, errors)) for rank in range(world)
     ]
-    for process in processes:
+    for process in ranks:
         process.start()
-    for process in processes:
+    for process in ranks:
         process.join(timeout)
-    hung = [process for process in processes if process.is_alive()]
+    hung = [process for process in ranks if process.is_alive()]
     for process in hung:
         process.kill()
     texts = []
@@ -52,4 +71,4 @@ def on_ranks(world: int, function: Callable[..., None], *arguments: Any, timeout
         texts.append(f"rank {rank}:\n{text}")
     assert not texts, "\n".join(texts)
     assert not hung, f"{len(hung)} of {world} ranks did not finish within {timeout} s"
-    assert all(process.exitcode == 0 for process in processes)
+    assert all(process.exitcode == 0 for process in ranks)

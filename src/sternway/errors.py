@@ -12,11 +12,16 @@
     │   └── BackwardError    a backward that failed, explained: what broke it, where, and the usual fix
     ├── ViewerError          a report that cannot be drawn from what was passed
     ├── PipelineError        a pipeline that was put together wrongly, or that failed on some rank
+    │   ├── LostRankError    another rank died, stopped or failed; says which, and what it was doing
+    │   ├── NonfiniteError   gradients that are infinite or not a number; says which module they come from
+    │   └── CheckpointError  a checkpoint that cannot be written, is damaged, or does not fit
     ├── AtlasError           a source tree that cannot be documented as asked
     └── UnsupportedTorch     this release of torch is not one that we know how to work with
 
 Each message says three things: the rule, what was got instead, and how to mend it.
 """
+
+import reprlib
 
 
 class SternwayError(Exception):
@@ -37,6 +42,19 @@ class SternwayError(Exception):
         if fix:
             message += f". Fix: {fix}"
         super().__init__(message)
+
+    @classmethod
+    def unless(cls, fits: bool, rule: str, value: object, fix: str) -> None:
+        """Raise an error about ``value`` unless it fits.
+
+        Example:
+            >>> SternwayError.unless(isinstance("three", int), "a count is a number", "three", "pass 3")
+            Traceback (most recent call last):
+            ...
+            sternway.errors.SternwayError: a count is a number; got str 'three'. Fix: pass 3
+        """
+        if not fits:
+            raise cls(rule, got=f"{type(value).__name__} {reprlib.repr(value)}", fix=fix)
 
 
 class SplitError(SternwayError):
@@ -85,6 +103,18 @@ class PipelineError(SternwayError):
 
 class AtlasError(SternwayError):
     """A source tree that cannot be documented as asked."""
+
+
+class LostRankError(PipelineError):
+    """Another rank died, stopped or failed."""
+
+
+class NonfiniteError(PipelineError):
+    """Gradients that are infinite or not a number."""
+
+
+class CheckpointError(PipelineError):
+    """A checkpoint that cannot be written, is damaged, or does not fit."""
 
 
 class UnsupportedTorch(SternwayError):  # noqa: N818 - reads as what it is

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sternway import viewer
+from sternway.cli import _chaos as chaos_run
 from sternway.cli._demo_rank import Options, Outcome, run
 from sternway.errors import PipelineError
 from sternway.schedule import Timeline
@@ -32,11 +33,16 @@ def demo(
     microbatches: Annotated[int, typer.Option(min=1, help="Into how many pieces a batch is cut.")] = 8,
     compared_steps: Annotated[int, typer.Option(min=1, help="Steps timed for each of torch's schedules.")] = 6,
     out: Annotated[Path, typer.Option(help="The folder for report.html.")] = Path("demo"),
+    chaos: Annotated[bool, typer.Option("--chaos", help="Kill processes while training goes on, instead.")] = False,
+    kills: Annotated[int, typer.Option(min=1, max=20, help="How many, with --chaos.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Train a byte-level GPT on Python's own source, across local processes, beside torch's schedules."""
     if dim % 4:
         raise typer.BadParameter(f"a multiple of 4 is needed (there are 4 heads); got {dim}", param_hint="--dim")
+    if chaos:
+        _chaos(ranks, steps, dim, layers, microbatches, out, kills, as_json)
+        return
     options = Options(
         ranks=ranks,
         schedule=schedule,
@@ -53,6 +59,20 @@ def demo(
     else:
         _show(options, outcome, report)
     if not outcome.gradient_error < TOLERANCE:
+        raise typer.Exit(1)
+
+
+def _chaos(
+    ranks: int, steps: int, dim: int, layers: int, microbatches: int, out: Path, kills: int, as_json: bool
+) -> None:
+    console = Console(stderr=True)
+    with console.status("training twice, and killing a process now and then", spinner="dots"):
+        calm, disturbed = chaos_run.chaos(ranks, steps, dim, layers, microbatches, out, kills)
+    if as_json:
+        typer.echo(json.dumps(chaos_run.record(calm, disturbed)))
+    else:
+        chaos_run.show(calm, disturbed)
+    if calm.weights != disturbed.weights:
         raise typer.Exit(1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,6 +65,8 @@ def _function(target: str) -> Callable[[], Any]:
     try:
         sys.modules[file.stem] = module  # so that dataclasses and pickles defined there find their module
         spec.loader.exec_module(module)
+    except Exception as error:
+        raise _failed(f"{path} can be imported", error) from error
     finally:
         sys.path.pop(0)
     function = getattr(module, name, None)
@@ -77,9 +80,19 @@ def _function(target: str) -> Callable[[], Any]:
     return function  # type: ignore[no-any-return]  # callable: just looked
 
 
+def _failed(rule: str, error: Exception) -> GraphError:
+    """An error in the user's own code, with its line: the command line shows no traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return GraphError(rule, got=f"{type(error).__name__}: {error}{where}", fix="mend what is there")
+
+
 def _capture(function: Callable[[], Any], target: str) -> Graph:
-    with record():
-        made = function()
+    try:
+        with record():
+            made = function()
+    except Exception as error:
+        raise _failed(f"{target} can be called", error) from error
     first, *rest = made if isinstance(made, tuple) and made else (made,)
     if isinstance(first, nn.Module) and len(rest) == 1:  # a model and a sample
         model, (sample,) = first, rest

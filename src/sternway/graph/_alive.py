@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sternway.errors import GraphError
 from sternway.graph._record import shown_line, storage_of
 from sternway.graph._saved import slots
 from sternway.graph._walk import forward_order
@@ -50,6 +51,7 @@ def why_alive(tensor: Tensor) -> Owners:
     Each chain ends at something that lives by itself: a variable of a running function, a module's global. The
     variables of the function that asks are left out.
     """
+    GraphError.unless(isinstance(tensor, Tensor), "a tensor is asked about", tensor, "pass a tensor")
     search = _Search(sys._getframe(1))
     chains = search.chains(tensor, ask=False)
     for root, node, slot in _saved_by(tensor):

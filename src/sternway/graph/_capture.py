@@ -50,6 +50,9 @@ def capture(tensors: Any, model: nn.Module | None = None) -> Graph:
     Raises:
         GraphError: there is no graph behind ``tensors``.
     """
+    GraphError.unless(
+        model is None or isinstance(model, nn.Module), "model is a module", model, "pass it, or leave it out"
+    )
     roots = _roots(tensors)
     with _uncollected():
         return _snapshot(roots, model)

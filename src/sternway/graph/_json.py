@@ -71,10 +71,11 @@ def from_json(text: str) -> Graph:
     Raises:
         GraphError: not such a text, or of a later version than this library knows.
     """
+    GraphError.unless(isinstance(text, str), "a graph is read from text", text, "pass what Graph.to_json wrote")
     try:
         record = json.loads(text)
         found = (record["format"], record["version"])
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise GraphError(
             "a graph is read from what Graph.to_json wrote", got=repr(text[:40]), fix="pass that text whole"
         ) from error
@@ -84,6 +85,17 @@ def from_json(text: str) -> Graph:
             got=f"{found[0]} version {found[1]}",
             fix="write the file again with this release, or read it with the one that wrote it",
         )
+    try:
+        return _graph(record)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        raise GraphError(
+            "a graph is read from what Graph.to_json wrote",
+            got=f"a record that misses something: {type(error).__name__}: {error}",
+            fix="pass that text whole",
+        ) from error
+
+
+def _graph(record: dict[str, Any]) -> Graph:
     infos = [
         TensorInfo(None if shape is None else tuple(shape), dtype, device) for shape, dtype, device in record["tensors"]
     ]

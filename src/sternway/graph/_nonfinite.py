@@ -48,6 +48,7 @@ def find_nonfinite(loss: Tensor, model: nn.Module | None = None) -> Nonfinite | 
         loss: a scalar.
         model: names the modules where the graph was not recorded.
     """
+    GraphError.unless(isinstance(loss, Tensor), "find_nonfinite starts from a tensor", loss, "pass the loss")
     if loss.numel() != 1:
         raise GraphError(
             "find_nonfinite starts from a scalar", got=f"a tensor of shape {tuple(loss.shape)}", fix="pass loss.sum()"

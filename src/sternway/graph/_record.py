@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from sternway.errors import GraphError
 from sternway.graph._tags import Tag, set_tag, tag_of
 
 _OURS = tuple(str(Path(package).parent) + os.sep for package in (torch.__file__, __file__))
@@ -140,6 +141,9 @@ def record(model: nn.Module | None = None, *, values: bool = False) -> Recording
 
     The forward runs several times slower meanwhile. What is written stays on the nodes and is freed with them.
     """
+    GraphError.unless(
+        model is None or isinstance(model, nn.Module), "model is a module", model, "pass it, or leave it out"
+    )
     return Recording(model, values, writes=False)
 
 

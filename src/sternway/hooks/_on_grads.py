@@ -70,6 +70,9 @@ def on_grads(
         HookError: a place that no gradient can arrive at.
     """
     single = isinstance(places, Tensor | GradientEdge | Node)
+    HookError.unless(
+        single or isinstance(places, Iterable), "places are tensors, edges or nodes", places, "pass a list of them"
+    )
     listed: list[Any] = [places] if single else list(places)  # type: ignore[arg-type]  # not single: iterable
     if not listed:
         raise HookError("a hook needs at least one place", got="none", fix="pass tensors, edges or nodes")

@@ -13,16 +13,20 @@ from sternway.pipeline._microbatch import Chunk, Ready, Whole
 from sternway.pipeline._pipeline import Pipeline
 from sternway.pipeline._profile import Profile, profile
 from sternway.pipeline._result import StepResult
+from sternway.pipeline._saving import CheckpointWarning, Resumed, Saving
 from sternway.pipeline._stage import WithSkips
 from sternway.pipeline._transport import LocalTransport, Transport
 
 __all__ = [
+    "CheckpointWarning",
     "Chunk",
     "DistTransport",
     "LocalTransport",
     "Pipeline",
     "Profile",
     "Ready",
+    "Resumed",
+    "Saving",
     "StepResult",
     "Transport",
     "Whole",

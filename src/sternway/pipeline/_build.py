@@ -60,6 +60,13 @@ def from_model(
         weights = _weights(model, names, measured)
         options = _balanced(weights, measured, wanted, ranks, microbatches, memory)
     else:
+        listed = isinstance(cuts, Sequence) and all(name in names for name in cuts if isinstance(name, str))
+        PipelineError.unless(
+            listed and all(isinstance(name, str) for name in cuts),
+            'cuts are names of modules that the forward calls, or "balanced"',
+            cuts,
+            f"choose from {', '.join(names[:12])}",
+        )
         starts = [0, *(names.index(name) for name in cuts)]
         options = [_planned(starts, measured, wanted, ranks, microbatches, memory)]
     starts, plan, costs = min(options, key=lambda option: option[1].simulate(option[2]).makespan)
@@ -79,6 +86,14 @@ def partition(
         stages_per_rank: how many stages each is to hold.
         costs: what ``profile(model, sample)`` measured; without it, parameters are counted, embedding tables as free.
     """
+    PipelineError.unless(isinstance(model, nn.Module), "a module is cut", model, "pass the model")
+    for name, count in (("ranks", ranks), ("stages_per_rank", stages_per_rank)):
+        PipelineError.unless(
+            type(count) is int and count >= 1, f"{name} is a number from 1 on", count, "pass 1 or more"
+        )
+    PipelineError.unless(
+        costs is None or isinstance(costs, Profile), "costs are a Profile", costs, "pass profile(model, …)"
+    )
     names = called_modules(model)
     weights = _weights(model, names, costs)
     starts = balance(weights, ranks * stages_per_rank)

@@ -2,15 +2,58 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
 
 from sternway.errors import PipelineError
 from sternway.pipeline._build import Built
+from sternway.pipeline._microbatch import Chunk, Ready, Whole
 from sternway.pipeline._payload import pack
 from sternway.pipeline._stage import Microbatch
 from sternway.pipeline._transport import Transport
 from sternway.schedule import Schedule
+
+
+def check_arguments(
+    stages: Any,
+    schedule: Any,
+    num_microbatches: Any,
+    ranks: Any,
+    transport: Any,
+    chunk: Any,
+    loss: Any,
+    reports: Any,
+    mesh: Any,
+) -> None:
+    """What a pipeline is given is of the right kind."""
+    rules: list[tuple[bool, str, Any]] = [
+        (isinstance(stages, Mapping | nn.Module), "stages are {index: module}, or a whole model", stages),
+        (isinstance(schedule, Schedule | str), "a schedule is a Schedule, the name of one, or auto", schedule),
+        (_counts(num_microbatches), "num_microbatches is a number from 1 on", num_microbatches),
+        (_counts(ranks), "ranks is a number from 1 on", ranks),
+        (isinstance(transport, Transport | None), "a transport is a Transport", transport),
+        (isinstance(chunk, Chunk | Ready | Whole), "chunk is Chunk(dim), Ready() or Whole()", chunk),
+        (loss is None or callable(loss), "a loss is a function of output and target", loss),
+        (mesh is None or hasattr(mesh, "get_group"), "mesh is a DeviceMesh", mesh),
+        (reports is None or isinstance(reports, str | os.PathLike), "reports is a folder", reports),
+    ]
+    for fits, rule, value in rules:
+        if not fits:
+            raise PipelineError(rule, got=f"{type(value).__name__} {value!r:.80}", fix="see the arguments of Pipeline")
+
+
+def _counts(value: Any) -> bool:
+    return value is None or (type(value) is int and value >= 1)
+
+
+def check_policy(policy: Any, optional: bool = True) -> None:
+    """What is to happen where gradients are not finite."""
+    if policy not in ("raise", "skip") and not (optional and policy is None):
+        raise PipelineError('nonfinite is "raise" or "skip"', got=repr(policy), fix='pass nonfinite="skip"')
 
 
 def check_places(built: Built, ranks: int, transport: Transport) -> None:
@@ -36,7 +79,7 @@ def check_places(built: Built, ranks: int, transport: Transport) -> None:
         )
 
 
-def check_alike(facts: list[list[int]], schedule: Schedule) -> None:
+def check_alike(facts: list[list[float]], schedule: Schedule) -> None:
     """All ranks run one schedule: the third of each rank's facts is its digest."""
     digests = [row[2] for row in facts]
     if len(set(digests)) > 1:
@@ -50,7 +93,11 @@ def check_alike(facts: list[list[int]], schedule: Schedule) -> None:
 
 def checked_skips(skips: Mapping[str, tuple[int, int]], num_stages: int) -> dict[str, tuple[int, int]]:
     """The skips, if each leads from a stage to a later one."""
-    for name, (source, target) in skips.items():
+    PipelineError.unless(isinstance(skips, Mapping), "skips are {name: (from stage, to stage)}", skips, "pass a dict")
+    for name, way in skips.items():
+        fits = isinstance(name, str) and isinstance(way, tuple | list) and [type(part) for part in way] == [int, int]
+        PipelineError.unless(fits, "skips are {name: (from stage, to stage)}", (name, way), "pass two stages' numbers")
+        source, target = way
         if name == "main" or not 0 <= source < target < num_stages:
             raise PipelineError(
                 f"a skip leads from a stage to a later one, of {num_stages}",

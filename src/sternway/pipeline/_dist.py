@@ -1,39 +1,34 @@
 """One rank a process, over torch.distributed: gloo on CPUs, NCCL on GPUs.
 
-Three process groups of the pipeline's own: activations, gradients, and whatever concerns all ranks. Sends are
-asynchronous and kept alive until they are done; receives are posted ahead, in the order in which the sender sends,
-which NCCL needs and gloo does not mind.
+Messages go through two process groups of the pipeline's own, activations and gradients. Sends are asynchronous and kept
+alive until they are done; receives are posted ahead, in the order in which the sender sends, which NCCL needs and gloo
+does not mind.
 
 Shapes. The first time, each activation is preceded by its description. Both ends keep it, and while the batch has the
 same shapes they send tensors alone. At the start of a step all ranks compare notes: if the batch's shapes are new,
 descriptions are sent again. A gradient needs none, being like its activation.
-
-Failure. A rank that cannot go on writes why into the store and closes its groups; whoever waits for it is woken by the
-closed connection, reads the store, and does the same.
 """
 
 from __future__ import annotations
 
 import pickle
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
 
 from sternway.errors import PipelineError
 from sternway.pipeline._buffers import Buffers
+from sternway.pipeline._groups import GroupTransport
 from sternway.pipeline._payload import Place, Spec
 from sternway.pipeline._run import Receive, Routes, Slot, Work
 from sternway.pipeline._stage import MAIN, Payload
-from sternway.pipeline._transport import Transport
+from sternway.pipeline._watch import Spot
 from sternway.schedule import Schedule
 from sternway.schedule._action import parts
 from sternway.split._tree import leaves
@@ -50,7 +45,7 @@ class _Posted:
 
 
 @final
-class DistTransport(Transport):
+class DistTransport(GroupTransport):
     """Messages over torch.distributed.
 
     Args:
@@ -58,6 +53,8 @@ class DistTransport(Transport):
         device: where stages compute; a CUDA device means NCCL, the CPU gloo.
         dynamic: send descriptions every time, for stages whose outputs' shapes depend on the data.
         timeout: how long to wait for a message before giving up.
+        silence: a rank that gives no sign of life for so many seconds is lost; 0 to look for none.
+        watched: the global ranks whose loss ends the pipeline; its own, unless given.
     """
 
     def __init__(
@@ -67,23 +64,13 @@ class DistTransport(Transport):
         *,
         dynamic: bool = False,
         timeout: float = 600,
+        silence: float = 30,
+        watched: Sequence[int] | None = None,
     ) -> None:
-        if not dist.is_initialized():
-            raise PipelineError(
-                "a pipeline over several processes needs torch.distributed",
-                got="no process group",
-                fix="start with torchrun and call torch.distributed.init_process_group(), or pass LocalTransport()",
-            )
-        self.members = list(ranks) if ranks is not None else list(range(dist.get_world_size()))
-        self.device, self.dynamic = torch.device(device), dynamic
-        self.ranks, self.rank = len(self.members), self.members.index(dist.get_rank())
-        self.mine = (self.rank,)
-        self._timeout = timedelta(seconds=timeout)
-        self._disposable: list[Any] = []
-        self._groups = {name: self._new_group(self.members) for name in ("activations", "gradients", "control")}
-        name = self._groups["control"].group_name
-        self._store = PrefixStore(f"sternway/{name}", dist.distributed_c10d._get_default_store())
-        self._subgroups: dict[tuple[int, ...], Any] = {tuple(range(self.ranks)): self._groups["control"]}
+        super().__init__(ranks, device, timeout, silence, watched)
+        if self.watch is not None:
+            self.watch.awaited = self._not_done
+        self.dynamic = dynamic
         self._signature: tuple[int, ...] = ()
         self._described = False  # whether this step's activations come without descriptions
         self._specs: dict[Slot, Spec] = {}
@@ -91,6 +78,7 @@ class DistTransport(Transport):
         self._buffers = Buffers(self.device)
         self._sending: dict[Slot, list[tuple[Any, Tensor]]] = {}  # works and what they read, until done
         self._channels: dict[str, int] = {}
+        self._awaited: tuple[Slot, int] | None = None
 
     # Messages
 
@@ -170,8 +158,10 @@ class DistTransport(Transport):
                     queue.remove(slot)
             spec = self._known_spec(slot) or self._receive_spec(slot, rank_of[slot.source])
             posted[slot] = self._start_receive(slot, spec, rank_of[slot.source])
+        self._awaited = slot, rank_of[slot.source]
         for work in posted[slot].works:
             self._wait(work)
+        self._awaited = None
         arrived = posted.pop(slot)
         self._finish_sending(slot.back)  # its answer is here, so that it has arrived
         self._post(queues, posted, rank_of)
@@ -234,56 +224,24 @@ class DistTransport(Transport):
     def _wait(self, work: Any) -> None:
         self._try(work.wait)
 
-    # All ranks at once
-
-    def gather(self, numbers: Sequence[Sequence[float]]) -> list[list[float]]:
-        mine = torch.tensor(numbers[0], dtype=torch.float64, device=self.device)
-        rows = [torch.empty_like(mine) for _ in range(self.ranks)]
-        self._try(dist.all_gather, rows, mine, group=self._groups["control"])
-        return [row.tolist() for row in rows]
-
-    def add(self, tensors: list[Tensor], ranks: Sequence[int]) -> None:
-        group = self._subgroup(ranks)
-        for tensor in tensors:
-            self._try(dist.all_reduce, tensor, group=group)
-
-    def copy_from(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> None:
-        self._try(dist.broadcast, tensor, self.members[source], group=self._subgroup(ranks))
-
-    def _subgroup(self, ranks: Sequence[int]) -> Any:
-        key = tuple(ranks)
-        if key not in self._subgroups:
-            members = [self.members[rank] for rank in key]
-            self._subgroups[key] = self._new_group(members)
-        return self._subgroups[key]
-
-    def _new_group(self, members: list[int]) -> Any:
-        """A group of one's own. If it is not of all processes, only its members may be asked to make it.
-
-        torch names such a group after its members, and a new group finds what one of the same name left in the store;
-        so these are not destroyed while the process goes on.
-        """
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        some = len(members) < dist.get_world_size()
-        group = dist.new_group(members, self._timeout, backend, use_local_synchronization=some)
-        if not some:
-            self._disposable.append(group)
-        return group
-
-    def checked(self, prepare: Callable[[], list[int]]) -> list[list[int]]:
+    def checked(self, prepare: Callable[[], list[float]]) -> list[list[float]]:
         problem: Exception | None = None
-        facts: list[int] = []
+        facts: list[float] = []
+        self._mistakes += 1
+        key = f"mistake/{self._mistakes}"
         try:
             facts = prepare()
         except Exception as error:
             problem = error
-            self._tell(error)
+            with suppress(RuntimeError):
+                self._store.compare_set(key, "", f"rank {self.rank}: {type(error).__name__}: {error}")
         width = 8
         rows = self.gather([[float(problem is None), *map(float, facts), *[0.0] * (width - len(facts))]])
         if problem is not None:
             raise problem
         if not all(row[0] for row in rows):
-            raise self._peer_error(None)
+            cause = self._try(self._store.get, key).decode()
+            raise PipelineError("all ranks begin a step alike", got=cause, fix="mend the cause on that rank")
         described = [
             int(number) for row in rows for number in row[1:3]
         ]  # the batch's shapes, as the first rank has them
@@ -292,49 +250,38 @@ class DistTransport(Transport):
         if signature != self._signature:
             self._specs.clear()
         self._signature = signature
-        return [[int(number) for number in row[1 : 1 + len(facts)]] for row in rows]
+        return [row[1 : 1 + len(facts)] for row in rows]
 
-    # Failure
-
-    def _try(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Whatever needs the other ranks; if the connection is lost, their own words on why."""
-        try:
-            return call(*arguments, **options)
-        except RuntimeError as error:
-            raise self._peer_error(error) from None
-
-    def _tell(self, error: BaseException) -> None:
-        """Write the first error into the store, if there still is one."""
-        with suppress(RuntimeError):
-            self._store.compare_set("error", "", f"rank {self.rank}: {type(error).__name__}: {error}")
-
-    def _peer_error(self, error: Exception | None) -> PipelineError:
-        """What another rank said of why it stopped; it may still be writing."""
-        deadline = time.monotonic() + 5
-        with suppress(RuntimeError):  # the store is gone with the process that holds it
-            while time.monotonic() < deadline:
-                if self._store.check(["error"]):
-                    cause = self._store.get("error").decode()
-                    return PipelineError("all ranks finish a step", got=cause, fix="mend the cause on that rank")
-                time.sleep(0.05)
-        return PipelineError(
-            "all ranks finish a step",
-            got=f"a lost connection on rank {self.rank}: {error}",
-            fix="look at the other ranks' output: one of them ended",
-        )
-
-    def fail(self, error: BaseException) -> None:
-        self._tell(error)
-        self._disposable = list({id(g): g for g in (*self._groups.values(), *self._subgroups.values())}.values())
-        self.close()
+    def _not_done(self, place: int) -> Spot | None:
+        """What the rank at this place in the watch has not done yet, if this rank waits for that."""
+        if self._awaited is None or self.watch is None or self._watched[place] != self.members[self._awaited[1]]:
+            return None
+        slot = self._awaited[0]
+        op = "F" if slot.target > slot.source else "I"
+        return Spot(self.watch.spot().step, slot.source, f"{slot.source}{op}{slot.microbatch}")
 
     def close(self) -> None:
         self._sending.clear()
         self._mail.clear()
-        self._groups.clear()
-        self._subgroups.clear()
-        while self._disposable:
-            dist.destroy_process_group(self._disposable.pop())
+        super().close()
+
+
+def transport_of(mesh: Any, dynamic: bool, silence: float) -> DistTransport:
+    """What a pipeline uses unless it is told: all processes, or a mesh's."""
+    if mesh is None:
+        return DistTransport(dynamic=dynamic, silence=silence)
+    if not dist.is_initialized():
+        raise PipelineError("a mesh needs torch.distributed", got="no process group", fix="start with torchrun")
+    names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
+    if "pp" not in names or "dp" not in names:
+        raise PipelineError('a mesh has the dimensions "dp" and "pp"', got=str(names), fix="name them so")
+    return DistTransport(
+        dist.get_process_group_ranks(mesh.get_group("pp")),
+        "cuda" if mesh.device_type == "cuda" else "cpu",
+        dynamic=dynamic,
+        silence=silence,
+        watched=mesh.mesh.flatten().tolist(),
+    )
 
 
 def _varies(spec: Spec) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -24,6 +26,20 @@ class Tie:
     ranks: tuple[int, ...]  # that hold one of the names
     here: tuple[nn.Parameter, ...]  # this process's
     counted_here: bool  # whether this process counts it in norms
+
+
+def all_ties(tied: Sequence[Sequence[str]], model: Any) -> list[Sequence[str]]:
+    """The ties asked for, and those that a whole model has in itself."""
+    rule, fix = "tied is a list of groups of parameter names", 'write [("tokens.weight", "head.weight")]'
+    PipelineError.unless(isinstance(tied, Sequence) and not isinstance(tied, str | bytes), rule, tied, fix)
+    for group in tied:
+        fits = isinstance(group, Sequence) and not isinstance(group, str | bytes)
+        PipelineError.unless(fits and all(isinstance(name, str) for name in group), rule, group, fix)
+    groups: dict[int, list[str]] = {}
+    if isinstance(model, nn.Module):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            groups.setdefault(id(parameter), []).append(name)
+    return [*tied, *(names for names in groups.values() if len(names) > 1)]
 
 
 def resolve_ties(
@@ -109,25 +125,41 @@ class DataParallel:
         self._running.clear()
 
 
-def clip_norm(
-    parameters: Sequence[nn.Parameter], ties: Sequence[Tie], max_norm: float, add: Callable[[Tensor], None]
-) -> Tensor:
-    """Scale gradients so that their norm over all ranks is at most ``max_norm``; the norm before.
-
-    A tied parameter counts once, whoever holds it.
-    """
-    if not max_norm > 0:
-        raise PipelineError("the largest norm is positive", got=repr(max_norm), fix="pass a number such as 1.0")
+def square_norm(parameters: Sequence[nn.Parameter], ties: Sequence[Tie]) -> Tensor:
+    """The squared norm of this process's gradients; a tied parameter counts once, whoever holds it."""
     skip = {id(p) for tie in ties for place, p in enumerate(tie.here) if place or not tie.counted_here}
     grads = [p.grad for p in parameters if p.grad is not None]
-    device = grads[0].device if grads else torch.device("cpu")
-    square = torch.zeros((), dtype=torch.float64, device=device)
+    square = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else "cpu")
     for parameter in parameters:
         if parameter.grad is not None and id(parameter) not in skip:
             square += parameter.grad.double().square().sum()
+    return square
+
+
+def float_of(number: Real) -> float:
+    """As a float; infinite where it is too large for one."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
+
+
+def check_norm(max_norm: Any) -> None:
+    """What a norm is held to is a positive number."""
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real) or not 0 < float_of(max_norm) < math.inf:
+        raise PipelineError("the largest norm is positive", got=repr(max_norm), fix="pass a number such as 1.0")
+
+
+def clip_norm(
+    parameters: Sequence[nn.Parameter], ties: Sequence[Tie], max_norm: float, add: Callable[[Tensor], None]
+) -> Tensor:
+    """Scale gradients so that their norm over all ranks is at most ``max_norm``; the norm before."""
+    check_norm(max_norm)
+    square = square_norm(parameters, ties)
     add(square)
     norm = square.sqrt().float()
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+    grads = [p.grad for p in parameters if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, scale)
     return norm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ class Chunk:
     """Cut tensors along ``dim``; the last piece may be smaller. The default is ``Chunk(0)``."""
 
     dim: int = 0
+
+    def __post_init__(self) -> None:
+        PipelineError.unless(type(self.dim) is int and self.dim >= 0, "a dimension counts from 0", self.dim, "pass 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
     if isinstance(spec, Whole) or value is None:
         return [value] * count
     if isinstance(spec, Ready):
+        PipelineError.unless(isinstance(value, Sequence), f"{what}, given ready, is a sequence", value, "pass a list")
         if len(value) != count:
             raise PipelineError(
                 f"{what}, given ready, has one entry for each microbatch",

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sternway.errors import PipelineError
+from sternway.pipeline import _report
+from sternway.pipeline._batch import cut_batch
 from sternway.pipeline._build import from_model, from_stages
-from sternway.pipeline._checks import check_alike, check_places, checked_skips, digest, signature
+from sternway.pipeline._checkpoint import Checkpoints
+from sternway.pipeline._checks import check_alike, check_arguments, check_places, check_policy, checked_skips, digest
 from sternway.pipeline._clock import offsets
-from sternway.pipeline._dist import DistTransport
-from sternway.pipeline._grads import DataParallel, add_ties, clip_norm, resolve_ties
-from sternway.pipeline._microbatch import Chunk, ChunkSpec, cut, weights
-from sternway.pipeline._result import StepResult, measured_timeline
-from sternway.pipeline._run import Routes, Step, run_rank
-from sternway.pipeline._stage import Loss, Microbatch, Stage
+from sternway.pipeline._dist import transport_of
+from sternway.pipeline._engine import Engine
+from sternway.pipeline._grads import DataParallel, add_ties, all_ties, check_norm, clip_norm, resolve_ties, square_norm
+from sternway.pipeline._held import Held
+from sternway.pipeline._microbatch import Chunk, ChunkSpec
+from sternway.pipeline._result import StepResult, collect, gather_timeline
+from sternway.pipeline._run import Routes
+from sternway.pipeline._saving import Resumed, Saving
+from sternway.pipeline._stage import Loss, Stage
 from sternway.pipeline._transport import Transport
+from sternway.pipeline._trial import Policy, Trial
 from sternway.schedule import Schedule
 
 
-class Pipeline:
+class Pipeline(Held):
     """A model trained across ranks, each holding some stages, in the order that a schedule says.
 
     Example, one process of several started by torchrun:
@@ -51,6 +58,8 @@ class Pipeline:
         dynamic: stages' outputs may change shape from step to step though the batch does not.
         saved: a policy of ``sternway.saved`` for what the stages save in F, or a function that makes one for a stage's
             index; W of a split backward finds it still packed.
+        silence: a rank that gives no sign of life for so many seconds is lost, and all others say so; 0: never.
+        reports: the folder for what a failed step leaves behind; see ``docs/survive.md``.
 
     Raises:
         PipelineError: on every rank, if the parts do not fit together.
@@ -75,14 +84,17 @@ class Pipeline:
         chunk: ChunkSpec = Chunk(0),  # noqa: B008 - frozen, so safely shared
         dynamic: bool = False,
         saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None = None,
+        silence: float = 30,
+        reports: str | Path | None = None,
     ) -> None:
+        check_arguments(stages, schedule, num_microbatches, ranks, transport, chunk, loss, reports, mesh)
         self.chunk = chunk
-        self.transport = transport or _transport_of(mesh, dynamic)
+        self.transport = transport or transport_of(mesh, dynamic, silence)
         ranks = ranks or self.transport.ranks or (schedule.ranks if isinstance(schedule, Schedule) else 0)
         if not ranks:
             raise PipelineError("a pipeline in one process is told its ranks", got="none", fix="pass ranks=")
 
-        def build() -> list[int]:
+        def build() -> list[float]:
             if isinstance(stages, Mapping):
                 self._built = from_stages(stages, schedule, ranks, num_microbatches, memory_limit)
             else:
@@ -108,14 +120,21 @@ class Pipeline:
             for index, module in sorted(self._built.modules.items())
         }
         self.ranks_here = self.transport.mine or tuple(range(ranks))
-        self._routes = Routes(self.schedule.num_stages, checked_skips(skips or {}, self.schedule.num_stages))
-        self._ties = resolve_ties(self._all_ties(tied, stages), self._named(), self.transport)
+        routes = Routes(
+            self.schedule.num_stages, checked_skips({} if skips is None else skips, self.schedule.num_stages)
+        )
+        self._ties = resolve_ties(all_ties(tied, stages), self._named(), self.transport)
         tied_here = {id(p) for tie in self._ties for p in tie.here}
         self._late = [p for p in self.parameters() if id(p) in tied_here]
-        self._copies = DataParallel(mesh.get_group("dp")) if mesh is not None else None
+        self._copies = DataParallel(self.transport.group_like(mesh.get_group("dp"))) if mesh is not None else None
         self._offsets = offsets(self.transport, ranks)
-        self._digest = digest(self.schedule.to_json())
-        self._closed = False
+        self._whole_names = isinstance(stages, nn.Module)
+        self._everyone = None if mesh is None else mesh.mesh.flatten().tolist()
+        self._saves: Checkpoints | None = None
+        self._engine = Engine(
+            self.stages, self.schedule, routes, self.transport, self.ranks_here,
+            self._weights_done, self._finish_gradients, Path(reports or _report.default_folder()),
+        )  # fmt: skip
 
     # The step
 
@@ -127,6 +146,7 @@ class Pipeline:
         loss_everywhere: bool = False,
         return_outputs: bool = False,
         record: bool = True,
+        nonfinite: Policy | None = None,
         **keywords: Any,
     ) -> StepResult:
         """Forward and backward of one batch; gradients are added to ``.grad``, equal to the whole batch's.
@@ -138,12 +158,33 @@ class Pipeline:
             loss_everywhere: give every rank the loss.
             return_outputs: give the last stage's rank the outputs.
             record: bring every rank's times together as ``result.timeline``.
+            nonfinite: where any rank's gradients are not finite, "raise" on all, or "skip": take all gradients away, so
+                that the optimizer does nothing. All ranks wait for that; ``optimizer_step`` does it without.
             keywords: the first stage's keyword arguments.
 
         Raises:
             PipelineError: on every rank, if any rank fails; the pipeline is closed then.
+            LostRankError: on every other rank, if one dies, is stopped or fails.
+            NonfiniteError: on every rank, if that was asked for; the pipeline goes on.
         """
-        return self._step(inputs, keywords, target, everywhere, True, loss_everywhere, return_outputs, record)
+        check_policy(nonfinite)
+        engine = self._engine
+        batch = engine.begin(
+            lambda: cut_batch(self.stages, self.schedule, self.chunk, inputs, keywords, target, everywhere, True), True
+        )
+        with engine.guarded():
+            times = engine.run(batch, True, return_outputs)
+            loss, outputs = collect(self.stages, self.schedule, self.transport, loss_everywhere, return_outputs)
+            timeline = None
+            if record:
+                memory = self.costs.memory_after_I
+                timeline = gather_timeline(self.schedule, self.transport, times, self._offsets, memory)
+            fit = nonfinite is None or engine.finite(
+                bool(torch.isfinite(square_norm([*self.parameters()], self._ties)))
+            )
+        engine.steps += 1
+        origin = None if fit or nonfinite is None else engine.reject(nonfinite)
+        return StepResult(loss, outputs, timeline, origin)
 
     def evaluate(
         self,
@@ -155,83 +196,14 @@ class Pipeline:
         **keywords: Any,
     ) -> StepResult:
         """Forward alone, without gradients; the arguments are ``step``'s."""
-        return self._step(inputs, keywords, target, everywhere, False, loss_everywhere, return_outputs, False)
-
-    def _step(
-        self,
-        inputs: tuple[Any, ...],
-        keywords: dict[str, Any],
-        target: Any,
-        everywhere: dict[str, Any] | None,
-        training: bool,
-        loss_everywhere: bool,
-        return_outputs: bool,
-        record: bool,
-    ) -> StepResult:
-        if self._closed:
-            raise PipelineError("a pipeline that failed is closed", got="another step", fix="build it again")
-        batch: list[Microbatch] = []
-
-        def prepare() -> list[int]:
-            batch.extend(self._cut(inputs, keywords, target, everywhere, training))
-            return [signature(batch), int(training), self._digest]
-
-        check_alike(self.transport.checked(prepare), self.schedule)
-        times: dict[int, list[tuple[float, float]]] = {rank: [] for rank in self.ranks_here}
-        works = {
-            rank: run_rank(
-                Step(
-                    schedule=self.schedule,
-                    rank=rank,
-                    stages={index: self.stages[index] for index in self.schedule.placement[rank]},
-                    routes=self._routes,
-                    microbatches=batch,
-                    training=training,
-                    keep_outputs=return_outputs,
-                    on_weights_done=self._weights_done,
-                ),
-                times[rank],
-            )
-            for rank in self.ranks_here
-        }
-        try:
-            self.transport.drive(works, self.schedule, self._routes, training)
-            if training:
-                self._finish_gradients()
-            return self._result(times, loss_everywhere, return_outputs, record and training)
-        except BaseException as error:
-            self._closed = True
-            self.transport.fail(error)
-            raise
-        finally:
-            for stage in self.stages.values():
-                stage.clear()
-
-    def _cut(
-        self,
-        inputs: tuple[Any, ...],
-        keywords: dict[str, Any],
-        target: Any,
-        everywhere: dict[str, Any] | None,
-        training: bool,
-    ) -> list[Microbatch]:
-        """The batch as microbatches, as far as this process's stages need it."""
-        count, last = self.schedule.num_microbatches, self.schedule.num_stages - 1
-        has_loss = last in self.stages and self.stages[last].loss_function is not None
-        if training and last in self.stages and (not has_loss or target is None):
-            raise PipelineError(
-                "the last stage's rank trains with a loss and a target",
-                got="no loss" if not has_loss else "no target",
-                fix="pass loss= to Pipeline and target= to step, at least on that rank",
-            )
-        if 0 in self.stages and not inputs and not keywords:
-            raise PipelineError("the first stage's rank is given the batch", got="no inputs", fix="pass it to step")
-        arguments = cut(inputs, count, self.chunk, "the batch") if 0 in self.stages else [()] * count
-        named = cut(keywords, count, self.chunk, "the batch") if 0 in self.stages else [None] * count
-        targets = cut(target, count, self.chunk, "the target") if last in self.stages else [None] * count
-        shared = cut(everywhere, count, self.chunk, "everywhere")
-        shares = weights(targets if target is not None else arguments, self.chunk)
-        return [Microbatch(*parts) for parts in zip(arguments, named, shared, targets, shares, strict=True)]
+        batch = self._engine.begin(
+            lambda: cut_batch(self.stages, self.schedule, self.chunk, inputs, keywords, target, everywhere, False),
+            False,
+        )
+        with self._engine.guarded():
+            self._engine.run(batch, False, return_outputs)
+            loss, outputs = collect(self.stages, self.schedule, self.transport, loss_everywhere, return_outputs)
+        return StepResult(loss, outputs, None)
 
     def _weights_done(self, stage: Stage) -> None:
         if self._copies is not None:
@@ -244,51 +216,39 @@ class Pipeline:
             self._copies.start(self._late)
             self._copies.finish()
 
-    def _result(
-        self, times: dict[int, list[tuple[float, float]]], loss_everywhere: bool, return_outputs: bool, record: bool
-    ) -> StepResult:
-        last = self.schedule.num_stages - 1
-        loss, outputs = None, None
-        if last in self.stages:
-            stage = self.stages[last]
-            if stage.losses:
-                loss = torch.stack([stage.losses[i] for i in sorted(stage.losses)]).sum()
-            if return_outputs:
-                outputs = [stage.outputs[i] for i in sorted(stage.outputs)]
-        if loss_everywhere:
-            known = 0.0 if loss is None else float(loss)
-            rows = self.transport.gather([[known]])
-            loss = torch.tensor(rows[self.schedule.rank_of(last) if len(rows) > 1 else 0][0])
-        timeline = self._timeline(times) if record else None
-        return StepResult(loss, outputs, timeline)
+    # The optimizer
 
-    def _timeline(self, times: dict[int, list[tuple[float, float]]]) -> Any:
-        width = max(len(steps) for steps in self.schedule.actions)
-        rows = [
-            [number for pair in times[rank] for number in pair] + [0.0] * (2 * (width - len(times[rank])))
-            for rank in self.ranks_here
-        ]
-        everyone = []
-        for rank, row in enumerate(self.transport.gather(rows)):
-            used = len(self.schedule.actions[rank])
-            shift = self._offsets[rank]
-            everyone.append([(row[2 * i] - shift, row[2 * i + 1] - shift) for i in range(used)])
-        return measured_timeline(self.schedule, everyone, self.costs.memory_after_I)
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None, nonfinite: Policy = "raise"
+    ) -> None:
+        """Take an optimizer step at once, without waiting for the other ranks; gradients are taken away.
 
-    # The parameters
+        Whether all ranks' gradients were finite, and their norm at most ``max_norm``, turns out when the next step
+        begins (or ``settle`` is called): what was wrong is then undone, to the bit, and taken again with smaller
+        gradients, or skipped, or raised. Costs a copy of parameters and optimizer state until then.
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters, under their names in the whole model where that was given."""
-        seen: set[int] = set()
-        for stage in self.stages.values():
-            for name, parameter in stage.module.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield name, parameter
+        Args:
+            optimizer: made from ``pipe.parameters()``.
+            max_norm: the norm of all ranks' gradients that is not to be exceeded, as by ``clip_grad_norm_``.
+            nonfinite: "raise" a ``NonfiniteError`` on all ranks, or "skip" the step; ``pipe.skipped`` counts.
+        """
+        check_policy(nonfinite, optional=False)
+        if max_norm is not None:
+            check_norm(max_norm)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise PipelineError("an optimizer takes the step", got=type(optimizer).__name__, fix="pass an optimizer")
+        self._engine.settle()
+        square = square_norm(list(self.parameters()), self._ties)
+        self._engine.trial = Trial(optimizer, square, max_norm, nonfinite)
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """This process's parameters, for an optimizer."""
-        return (parameter for _, parameter in self.named_parameters())
+    def settle(self) -> None:
+        """Agree on the last ``optimizer_step`` now, on every rank: before parameters are looked at, say."""
+        self._engine.settle()
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were dropped because gradients were not finite."""
+        return self._engine.skipped
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all ranks' gradients so that their norm together is at most ``max_norm``; the norm before."""
@@ -299,61 +259,85 @@ class Pipeline:
 
         return clip_norm(list(self.parameters()), self._ties, max_norm, add)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """This process's parameters and buffers by name."""
-        return {name: value for stage in self.stages.values() for name, value in stage.module.state_dict().items()}
+    # Checkpoints
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take this process's parameters and buffers from ``state``, which may be the whole model's."""
-        for stage in self.stages.values():
-            own = stage.module.state_dict()
-            missing = sorted(own.keys() - state.keys())
-            if missing:
-                raise PipelineError(
-                    "a state has every parameter of this rank", got=f"none for {missing[0]}", fix="save it again"
-                )
-            stage.module.load_state_dict({name: state[name] for name in own})
+    def save(
+        self,
+        directory: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        step: int = 0,
+        *,
+        scheduler: Any = None,
+        data: Any = None,
+        keep: int | None = None,
+        wait: bool = True,
+    ) -> Saving:
+        """Write a checkpoint of everything that training goes on from; called on every rank.
 
-    def train(self, mode: bool = True) -> Pipeline:
-        """Put this process's modules into training mode, as ``nn.Module.train``."""
-        for stage in self.stages.values():
-            stage.module.train(mode)
-        return self
+        It is whole or not there: a run that dies while writing leaves the one before. Tensors are kept under the whole
+        model's names by torch.distributed.checkpoint: other numbers of ranks, schedules and programs can read them.
 
-    def eval(self) -> Pipeline:
-        """Put this process's modules into evaluation mode, as ``nn.Module.eval``."""
-        return self.train(False)
+        Args:
+            directory: where checkpoints are, one folder ``step-…`` for each.
+            optimizer: saved too, by parameter name.
+            step: how many steps are done.
+            scheduler: a learning rate scheduler, or anything else with ``state_dict`` and ``load_state_dict``.
+            data: the position in the data: numbers, text, tensors and containers of them.
+            keep: how many checkpoints to keep; all, unless given.
+            wait: until it is written. If not, training waits for a copy to the CPU only, and a thread writes that;
+                the next ``save``, ``resume`` or ``close`` waits for it, and raises what went wrong.
+
+        Raises:
+            CheckpointError: on every rank, if one could not write its part.
+        """
+        self._engine.settle()
+        with self._engine.alone():
+            return self._checkpoints().save(directory, optimizer, step, scheduler, data, keep, wait)
+
+    def resume(
+        self,
+        directory: str | Path,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        scheduler: Any = None,
+        step: int | None = None,
+    ) -> Resumed | None:
+        """Go on from the newest whole checkpoint, on every rank; None if there is none at all.
+
+        One that is damaged is passed over with a ``CheckpointWarning``. Random numbers go on, too.
+
+        Args:
+            directory: what ``save`` was given.
+            optimizer: filled if given.
+            scheduler: filled if given.
+            step: the checkpoint of this step and no other.
+
+        Raises:
+            CheckpointError: on every rank, if there are checkpoints but none is whole, or the model does not fit.
+        """
+        self._engine.settle()
+        with self._engine.alone():
+            found = self._checkpoints().resume(directory, optimizer, scheduler, step)
+        if found is not None:
+            self._engine.steps = found.step
+        return found
+
+    def _checkpoints(self) -> Checkpoints:
+        if self._engine.closed:
+            raise PipelineError("a pipeline that failed is closed", got="a checkpoint", fix="build it again")
+        if self._saves is None:
+            ties = {name: tie.names for tie in self._ties for name in tie.names}
+            modules = {index: stage.module for index, stage in self.stages.items()}
+            crew = self.transport.crew_apart(self._everyone)
+            self._saves = Checkpoints(crew, modules, self._whole_names, ties, self.schedule.name)
+        return self._saves
 
     def close(self) -> None:
-        """Give back the process groups. The pipeline is of no use afterwards."""
-        if not self._closed:
-            self._closed = True
+        """Finish what is under way and give back the process groups. The pipeline is of no use afterwards."""
+        if not self._engine.closed:
+            self._engine.settle()
+            if self._saves is not None:
+                with self._engine.alone():
+                    self._saves.finish()
+            self._engine.closed = True
             self.transport.close()
-
-    def _named(self) -> dict[int, dict[str, nn.Parameter]]:
-        return {
-            rank: {
-                name: parameter
-                for index in self.schedule.placement[rank]
-                for name, parameter in self.stages[index].module.named_parameters()
-            }
-            for rank in self.ranks_here
-        }
-
-    def _all_ties(self, tied: Sequence[Sequence[str]], model: Any) -> list[Sequence[str]]:
-        """The ties asked for, and those that a whole model has in itself."""
-        groups: dict[int, list[str]] = {}
-        if isinstance(model, nn.Module):
-            for name, parameter in model.named_parameters(remove_duplicate=False):
-                groups.setdefault(id(parameter), []).append(name)
-        return [*tied, *(names for names in groups.values() if len(names) > 1)]
-
-
-def _transport_of(mesh: Any, dynamic: bool) -> Transport:
-    if mesh is None:
-        return DistTransport(dynamic=dynamic)
-    names = tuple(mesh.mesh_dim_names or ())
-    if "pp" not in names or "dp" not in names:
-        raise PipelineError('a mesh has the dimensions "dp" and "pp"', got=str(names), fix="name them so")
-    device = "cuda" if mesh.device_type == "cuda" else "cpu"
-    return DistTransport(dist.get_process_group_ranks(mesh.get_group("pp")), device, dynamic=dynamic)

@@ -89,6 +89,16 @@ def profile(
         target: what the loss compares with.
         repeats: how often each is timed; the median counts.
     """
+    PipelineError.unless(
+        type(repeats) is int and 1 <= repeats <= 10**6, "repeats is a number from 1 on", repeats, "pass 5"
+    )
+    PipelineError.unless(
+        isinstance(model, nn.Module)
+        or (isinstance(model, Sequence) and len(model) > 0 and all(isinstance(stage, nn.Module) for stage in model)),
+        "a model or a list of stages is profiled",
+        model,
+        "pass one",
+    )
     if isinstance(model, nn.Module):
         names = called_modules(model)
         if not names:
@@ -110,7 +120,16 @@ def profile(
     sent = [0] * len(stages)
     saved = [[parameter.grad for parameter in module.parameters()] for module in modules]
     for number in range(repeats + 1):
-        _once(stages, microbatch, rows, kept, sent, weigh=number == 0)  # the first one warms up, too
+        try:
+            _once(stages, microbatch, rows, kept, sent, weigh=number == 0)  # the first one warms up, too
+        except PipelineError:
+            raise
+        except Exception as error:
+            raise PipelineError(
+                "the sample goes through the model, forward and back",
+                got=f"{type(error).__name__}: {error}",
+                fix="pass one microbatch, as a tensor or a tuple of arguments",
+            ) from error
     for module, grads in zip(modules, saved, strict=True):
         for parameter, grad in zip(module.parameters(), grads, strict=True):
             parameter.grad = grad

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from sternway.errors import PipelineError
+from sternway.pipeline._crew import Crew
 from sternway.pipeline._run import Receive, Routes, Slot, Work
 from sternway.pipeline._stage import Payload
+from sternway.pipeline._watch import Watch
 from sternway.schedule import Schedule
 
 
@@ -27,6 +29,8 @@ class Transport(ABC):
     mine: tuple[int, ...]
     """The ranks that this process runs."""
     device: torch.device
+    watch: Watch | None = None
+    """Looks for ranks that are lost, where that can be."""
 
     @abstractmethod
     def drive(self, works: dict[int, Work], schedule: Schedule, routes: Routes, training: bool) -> None:
@@ -45,8 +49,24 @@ class Transport(ABC):
         """Overwrite ``tensor`` on ``ranks`` by what ``source`` has; called by those ranks only."""
 
     @abstractmethod
-    def checked(self, prepare: Callable[[], list[int]]) -> list[list[int]]:
+    def checked(self, prepare: Callable[[], list[float]]) -> list[list[float]]:
         """Every rank's facts about the coming step; if ``prepare`` raises on one rank, all ranks raise."""
+
+    @abstractmethod
+    def crew(self) -> Crew:
+        """The pipeline's processes, for what they decide together between steps."""
+
+    @abstractmethod
+    def crew_apart(self, members: Sequence[int] | None = None) -> Crew:
+        """The pipeline's processes, or these, with a group of their own: for a thread that works beside the steps."""
+
+    def group_like(self, group: Any) -> Any:
+        """A process group of the same ranks, which is woken and given back with the pipeline's own."""
+        return group
+
+    @abstractmethod
+    def explain(self, error: Exception) -> PipelineError:
+        """A connection was lost: which rank was it?"""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
@@ -71,7 +91,7 @@ class LocalTransport(Transport):
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.ranks, self.mine = 0, ()
-        self.device = torch.device(device)
+        self.device = device_of(device)
 
     def drive(self, works: dict[int, Work], schedule: Schedule, routes: Routes, training: bool) -> None:
         mail: dict[Slot, Payload] = {}
@@ -103,14 +123,37 @@ class LocalTransport(Transport):
     def copy_from(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> None:
         """Nothing to do: there is one process."""
 
-    def checked(self, prepare: Callable[[], list[int]]) -> list[list[int]]:
+    def checked(self, prepare: Callable[[], list[float]]) -> list[list[float]]:
         return [prepare()]
+
+    def crew(self) -> Crew:
+        return Crew()
+
+    def crew_apart(self, members: Sequence[int] | None = None) -> Crew:
+        return Crew()
+
+    def explain(self, error: Exception) -> PipelineError:
+        return PipelineError("a step succeeds", got=f"{type(error).__name__}: {error}", fix="see the traceback")
 
     def fail(self, error: BaseException) -> None:
         """Nobody else to tell."""
 
     def close(self) -> None:
         """Nothing was opened."""
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    """The device that is meant.
+
+    Raises:
+        PipelineError: none that torch knows.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise PipelineError(
+            "a device is one of torch's", got=str(error).splitlines()[0], fix='pass "cpu" or "cuda"'
+        ) from None
 
 
 def _advance(work: Work, answer: Payload | None, mail: dict[Slot, Payload]) -> Slot | None:

@@ -39,6 +39,8 @@ class Action:
     microbatch: int
 
     def __post_init__(self) -> None:
+        if type(self.stage) is not int or type(self.microbatch) is not int or not isinstance(self.op, str):
+            raise ScheduleError("an action has a stage, an op and a microbatch", got=repr(self), fix=_FORM)
         if self.op not in OPS:
             raise ScheduleError("an action's op is F, I, W or B", got=repr(self.op), fix=_FORM)
         if self.stage < 0 or self.microbatch < 0:
@@ -59,10 +61,12 @@ class Action:
         Raises:
             ScheduleError: anything before, after or in place of the three parts.
         """
-        match = _ACTION.fullmatch(text)
+        match = _ACTION.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ScheduleError("an action reads as stage, op, microbatch", got=repr(text), fix=_FORM)
         stage, op, microbatch = match.groups()
+        if max(len(stage), len(microbatch)) > 9:
+            raise ScheduleError("stages and microbatches have at most nine digits", got=text[:40], fix=_FORM)
         return Action(int(stage), op, int(microbatch))  # type: ignore[arg-type]  # the regex allows only Op
 
 
@@ -95,7 +99,7 @@ class Overlap:
     @staticmethod
     def parse(text: str) -> "Overlap":
         """Read what ``str(overlap)`` wrote, and nothing else."""
-        match = _OVERLAP.fullmatch(text)
+        match = _OVERLAP.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ScheduleError(
                 "an overlapped pair reads as (F;B)OVERLAP_F_B",

@@ -45,6 +45,14 @@ def check(schedule: Schedule, *, memory_limit: float | None = None, costs: Costs
     Raises:
         ScheduleError: the first rule that is broken, with rank, step, action and fix.
     """
+    ScheduleError.unless(isinstance(schedule, Schedule), "a Schedule is checked", schedule, "make or read one")
+    ScheduleError.unless(
+        memory_limit is None or (isinstance(memory_limit, int | float) and memory_limit == memory_limit),
+        "memory_limit is a number of microbatches",
+        memory_limit,
+        "pass 1 or more",
+    )
+    ScheduleError.unless(costs is None or isinstance(costs, Costs), "costs are a Costs", costs, "pass schedule.Costs()")
     _check_steps(schedule)
     circle = find_circle(schedule)
     if circle is not None:

@@ -72,6 +72,8 @@ def from_csv(text: str, *, name: str = "csv", dialect: Dialect | None = None) ->
         ScheduleError: with line and column, of anything that is not in the dialect; a transfer that is
             missing, idle or in a circle.
     """
+    ScheduleError.unless(isinstance(text, str), "a schedule is read from text", text, "pass what to_csv wrote")
+    ScheduleError.unless(isinstance(name, str), "a schedule's name is text", name, 'pass name="mine"')
     if dialect is not None:
         _known(dialect)
     ranks: list[list[Step]] = []

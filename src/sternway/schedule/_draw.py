@@ -33,8 +33,8 @@ def draw(timeline: Timeline, *, color: bool = False, width: int | None = None) -
         width: the most characters a line may have; by default, as many as labels need, up to 400. Where
             labels do not fit, only ops are left, and where those do not, one of several.
     """
-    if width is not None and width < 20:
-        raise ScheduleError("a drawing is at least 20 characters wide", got=str(width), fix="pass more")
+    if width is not None and (type(width) is not int or width < 20):
+        raise ScheduleError("a drawing is at least 20 characters wide", got=repr(width), fix="pass more")
     head = len(f"rank {timeline.schedule.ranks - 1} |")
     room = (width or _WIDEST) - head - 1
     span = timeline.makespan or 1.0

@@ -42,9 +42,12 @@ def from_json(text: str) -> Schedule:
     Raises:
         ScheduleError: text that is not JSON or not of that form, with the place.
     """
+    ScheduleError.unless(isinstance(text, str), "a schedule is read from text", text, "pass what to_json wrote")
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (RecursionError, ValueError) as error:
+        if not isinstance(error, json.JSONDecodeError):  # brackets without end, a number without end
+            raise ScheduleError("a schedule file is JSON", got=str(error), fix="write it with to_json") from None
         raise ScheduleError(
             "a schedule file is JSON",
             got=f"{error.msg} at line {error.lineno}, column {error.colno}",

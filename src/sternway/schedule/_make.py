@@ -10,7 +10,7 @@ from sternway.schedule._interleaved_1f1b import interleaved_1f1b
 from sternway.schedule._interleaved_zb import interleaved_zb
 from sternway.schedule._looped_bfs import looped_bfs
 from sternway.schedule._one_f_one_b import one_f_one_b
-from sternway.schedule._schedule import Schedule
+from sternway.schedule._schedule import Schedule, check_size
 from sternway.schedule._v_half import v_half
 from sternway.schedule._v_min import v_min
 from sternway.schedule._zb_h1 import zb_h1
@@ -68,12 +68,14 @@ def make(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | Non
     Raises:
         ScheduleError: an unknown name, or numbers with which this schedule does not work.
     """
-    if name not in _KINDS:
+    if not isinstance(name, str) or name not in _KINDS:
         raise ScheduleError("a schedule has a known name", got=repr(name), fix=f"use one of {', '.join(_KINDS)}")
     given = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
     for what, value in given.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        optional = what == "stages_per_rank" and value is None
+        if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ScheduleError(f"{what} is a whole number, 1 or more", got=repr(value), fix="pass 1 or more")
+    check_size(ranks, microbatches, stages_per_rank or 2)
     kind = _KINDS[name]
     if kind.stages_per_rank is None:
         return kind.build(ranks, microbatches, stages_per_rank or 2)

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Op
 from sternway.schedule._costs import Costs, Placement
-from sternway.schedule._schedule import Schedule, looped_placement, single_placement, v_placement
+from sternway.schedule._schedule import Schedule, check_size, looped_placement, single_placement, v_placement
 
 Words: TypeAlias = list[list[int]]
 
@@ -113,6 +113,7 @@ def pose(costs: Costs, *, ranks: int, microbatches: int, memory_limit: float, st
 
 def demand(costs: Costs, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1) -> None:
     """Raise ScheduleError for numbers with which there is no schedule at all."""
+    ScheduleError.unless(isinstance(costs, Costs), "costs are a Costs", costs, "pass schedule.Costs(F=1, I=1, W=1)")
     for name, count in (
         ("ranks", ranks),
         ("microbatches", microbatches),
@@ -120,6 +121,7 @@ def demand(costs: Costs, ranks: int, microbatches: int, memory_limit: float, sta
     ):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ScheduleError(f"{name} is a whole number, 1 or more", got=f"{name}={count!r}", fix="pass 1 or more")
+    check_size(ranks, microbatches, stages_per_rank)
     smallest = max(1.0, costs.memory_after_I)
     if isinstance(memory_limit, bool) or not isinstance(memory_limit, int | float):
         raise ScheduleError(

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 Dialect = Literal["compute_only", "compute_comms"]
 
 
+MOST = 2**24
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """What every rank of a pipeline does for one training step.
@@ -49,7 +52,7 @@ class Schedule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", tuple(tuple(stages) for stages in self.placement))
         object.__setattr__(self, "actions", tuple(tuple(steps) for steps in self.actions))
-        if self.num_microbatches < 1:
+        if type(self.num_microbatches) is not int or self.num_microbatches < 1:
             raise ScheduleError(
                 "a schedule has at least one microbatch", got=str(self.num_microbatches), fix="pass 1 or more"
             )
@@ -59,6 +62,7 @@ class Schedule:
                 got=f"{len(self.placement)} ranks placed, {len(self.actions)} with actions",
                 fix="give both the same, nonzero length",
             )
+        check_size(1, self.num_microbatches, sum(map(len, self.placement)))
         held = sorted(stage for stages in self.placement for stage in stages)
         if not held or held != list(range(len(held))):
             raise ScheduleError(
@@ -128,6 +132,16 @@ class Schedule:
         from sternway.schedule._draw import draw
 
         return draw(self.simulate(costs), color=color, width=width)
+
+
+def check_size(ranks: int, microbatches: int, stages_per_rank: int) -> None:
+    """Raise ScheduleError for a plan that no memory holds: an action takes about a hundred bytes."""
+    if ranks * stages_per_rank * microbatches > MOST:
+        raise ScheduleError(
+            f"a plan has at most {MOST:,} stages times microbatches",
+            got=f"{ranks} ranks of {stages_per_rank} with {microbatches} microbatches",
+            fix="plan for a part of the machine: copies of a pipeline run the same plan",
+        )
 
 
 def single_placement(ranks: int) -> Placement:

@@ -115,6 +115,8 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:  # noqa: B
     Raises:
         ScheduleError: the schedule cannot run to its end, or the costs do not fit it.
     """
+    ScheduleError.unless(isinstance(schedule, Schedule), "a Schedule is timed", schedule, "make one")
+    ScheduleError.unless(isinstance(costs, Costs), "costs are a Costs", costs, "pass schedule.Costs(F=1, I=1, W=1)")
     per_stage = costs.per_stage(schedule.placement)
     run = _Run(schedule, per_stage)
     _run_all(run)

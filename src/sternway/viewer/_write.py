@@ -47,9 +47,15 @@ def write(
     Raises:
         ViewerError: nothing to show, or data of another shape.
     """
+    ViewerError.unless(
+        isinstance(path, str | Path) and str(path) != "", "a report is written to a file", path, 'pass "report.html"'
+    )
     path = Path(path)
     page = render(title=title, graph=graph, other=other, timelines=timelines, curves=curves)
-    path.write_text(page, encoding="utf-8")
+    try:
+        path.write_text(page, encoding="utf-8")
+    except (OSError, ValueError) as error:  # a path may hold a zero byte
+        raise ViewerError("a report is written to a file", got=str(error), fix="choose another path") from None
     return path
 
 
@@ -64,6 +70,9 @@ def render(
     """The page as text; ``write`` says what goes in."""
     if graph is None and timelines is None and curves is None:
         raise ViewerError("a report shows something", got="no data", fix="pass graph=, timelines= or curves=")
+    ViewerError.unless(isinstance(title, str), "a title is text", title, 'pass title="…"')
+    for name, value in {"graph": graph, "other": other, "timelines": timelines, "curves": curves}.items():
+        ViewerError.unless(value is None or isinstance(value, Mapping), f"{name} is a dict", value, "see viewer.write")
     for name, value in (("graph", graph), ("other", other)):
         if value is not None and value.get("format") != "sternway.graph":
             raise ViewerError(
@@ -76,13 +85,21 @@ def render(
         _check_series("curves", chart)
     for series in (timelines or {"series": []})["series"]:
         for event in series["events"]:
+            ViewerError.unless(
+                isinstance(event, Mapping), "an event of a timeline is a dict", event, "see viewer.write"
+            )
             if missing := [key for key in _EVENT if key not in event]:
                 raise ViewerError(
                     f"an event of a timeline has {', '.join(_EVENT)}", got=f"one without {missing[0]}", fix="add it"
                 )
     data = {"title": title, "graph": graph, "other": other, "timelines": timelines, "curves": curves}
     # "<" is the one character that could end the element or open another; JSON may write it as an escape.
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
+    try:
+        text = json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ViewerError(
+            "a report shows what JSON can hold", got=str(error), fix="pass numbers, text, lists, dicts"
+        ) from None
     parts = {
         "@TITLE@": escape(title),
         "@STYLE@": _asset("assets/style.css"),
@@ -101,13 +118,17 @@ def _check_series(name: str, value: Json | None) -> None:
     inner = "events" if name == "timelines" else "points"
     if value is not None and not (
         isinstance(value.get("series"), list)
-        and all(inner in series and "name" in series for series in value["series"])
+        and all(isinstance(series, Mapping) and _has(series, inner) for series in value["series"])
     ):
         raise ViewerError(
             f"{name} have series, each with a name and {inner}",
             got=f"keys {', '.join(map(str, value)) or 'none'}",
             fix=f'pass {{"series": [{{"name": …, "{inner}": […]}}]}}',
         )
+
+
+def _has(series: Json, inner: str) -> bool:
+    return "name" in series and isinstance(series.get(inner), list | tuple)
 
 
 def _asset(name: str) -> str:

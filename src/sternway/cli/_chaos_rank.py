@@ -1,0 +1,105 @@
+"""What each process of ``sternway demo --chaos`` does: train, save, and now and then be killed. Started by torchrun."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sternway.cli._demo_rank import loss
+from sternway.cli._gpt import GPT
+from sternway.cli._text import batches, standard_library
+from sternway.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One run. ``kills`` are the steps in which a rank dies, the first one in the first life, and so on."""
+
+    folder: str
+    steps: int
+    dim: int
+    layers: int
+    microbatches: int
+    save_every: int
+    kills: tuple[tuple[int, int], ...]  # step and rank
+    length: int = 32
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Options:
+        content = json.loads(text)
+        content["kills"] = tuple((step, rank) for step, rank in content["kills"])
+        return Options(**content)
+
+
+def train(options: Options) -> None:
+    """Train from the last checkpoint; the first rank leaves a line for everything that happens."""
+    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = GPT(vocabulary=256, dim=options.dim, heads=4, layers=options.layers, length=options.length)
+    pipe = Pipeline(
+        model,
+        schedule="zb-h1",
+        num_microbatches=options.microbatches,
+        loss=loss,
+        silence=5,
+        reports=Path(options.folder) / "reports",
+    )
+    optimizer = torch.optim.AdamW(pipe.parameters(), 1e-3)
+    found = pipe.resume(Path(options.folder) / "checkpoints", optimizer)
+    first = 0 if found is None else found.step
+    _note(options, rank == 0, "life", number=life, resumed=first)
+    data = batches(standard_library(), 2 * options.microbatches, options.length)
+    for step, (x, target) in enumerate(islice(data, first, options.steps), start=first):
+        if life < len(options.kills) and options.kills[life] == (step, rank):
+            _note(options, True, "kill", step=step, rank=rank)
+            pipe.stages[min(pipe.stages)].module.register_forward_pre_hook(_die)
+        result = pipe.step(x, target=target, loss_everywhere=True, record=False)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert result.loss is not None
+        _note(options, rank == 0, "step", step=step, loss=float(result.loss))
+        if (step + 1) % options.save_every == 0:
+            pipe.save(Path(options.folder) / "checkpoints", optimizer, step + 1, keep=2, wait=False)
+    digests = pipe.transport.crew().share(_digest(pipe))
+    _note(options, rank == 0, "done", weights=hashlib.sha256("".join(digests).encode()).hexdigest())
+    pipe.close()
+    dist.destroy_process_group()
+
+
+def _die(module: Any, inputs: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _digest(pipe: Pipeline) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(pipe.state_dict().items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _note(options: Options, wanted: bool, kind: str, **values: Any) -> None:
+    if wanted:
+        with open(Path(options.folder) / "notes.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, "time": time.time(), **values}) + "\n")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(Options.from_json(sys.argv[1]))
