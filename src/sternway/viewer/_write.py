@@ -71,7 +71,9 @@ def render(
     if graph is None and timelines is None and curves is None:
         raise ViewerError("a report shows something", got="no data", fix="pass graph=, timelines= or curves=")
     ViewerError.unless(isinstance(title, str), "a title is text", title, 'pass title="…"')
-    for name, value in {"graph": graph, "other": other, "timelines": timelines, "curves": curves}.items():
+    charts = list(curves) if isinstance(curves, list | tuple) else [curves]
+    given: list[tuple[str, Any]] = [("graph", graph), ("other", other), ("timelines", timelines)]
+    for name, value in given + [("curves", chart) for chart in charts]:
         ViewerError.unless(value is None or isinstance(value, Mapping), f"{name} is a dict", value, "see viewer.write")
     for name, value in (("graph", graph), ("other", other)):
         if value is not None and value.get("format") != "sternway.graph":
@@ -81,7 +83,7 @@ def render(
                 fix="pass json.loads(graph.capture(loss).to_json())",
             )
     _check_series("timelines", timelines)
-    for chart in [curves] if curves is None or isinstance(curves, Mapping) else curves:
+    for chart in charts:
         _check_series("curves", chart)
     for series in (timelines or {"series": []})["series"]:
         for event in series["events"]:
