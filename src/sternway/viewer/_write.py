@@ -71,7 +71,7 @@ def render(
     if graph is None and timelines is None and curves is None:
         raise ViewerError("a report shows something", got="no data", fix="pass graph=, timelines= or curves=")
     ViewerError.unless(isinstance(title, str), "a title is text", title, 'pass title="…"')
-    charts = list(curves) if isinstance(curves, list | tuple) else [curves]
+    charts: list[Any] = list(curves) if isinstance(curves, list | tuple) else [curves]
     given: list[tuple[str, Any]] = [("graph", graph), ("other", other), ("timelines", timelines)]
     for name, value in given + [("curves", chart) for chart in charts]:
         ViewerError.unless(value is None or isinstance(value, Mapping), f"{name} is a dict", value, "see viewer.write")
