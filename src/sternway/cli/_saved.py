@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from sternway import saved as room
-from sternway.cli._graph import _demo, _function
+from sternway.cli._graph import _demo, _failed, _function
 from sternway.errors import SavedError
 from sternway.saved import Offload, Report
 from sternway.saved._report import HEADER, cells
@@ -70,7 +70,10 @@ def _offload(
 def _step(function: Callable[[], Any], policies: list[Any], target: str) -> Report:
     with ExitStack() as stack:
         reports = [stack.enter_context(policy) for policy in policies]
-        made = function()
+        try:
+            made = function()
+        except Exception as error:
+            raise _failed(f"{target} can be called", error) from error
         first, *rest = made if isinstance(made, tuple) and made else (made,)
         if isinstance(first, nn.Module) and len(rest) == 1:  # a model and a sample
             sample = rest[0]
