@@ -114,3 +114,13 @@ class ViT(nn.Module):
         x = torch.cat([self.token.expand(len(images), -1, -1), patches], 1) + self.places
         out: Tensor = self.head(self.blocks(x)[:, 0])
         return out
+
+
+MODELS = {  # each family at its smallest, with the shape of an input
+    "gpt": (lambda: gpt(16, 2), (2, 5, 16)),
+    "llama": (lambda: llama(16, 2), (2, 5, 16)),
+    "convnet": (lambda: convnet(8, 2), (2, 3, 8, 8)),
+    "experts": (lambda: Experts(8, 3), (2, 5, 8)),
+    "recurrent": (lambda: Recurrent(6), (2, 5, 6)),
+    "vit": (lambda: ViT(8, 2, 4), (2, 3, 8, 8)),
+}

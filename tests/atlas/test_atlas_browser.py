@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,21 +22,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert report.unresolved == 0
     assert not report.problems
     return out
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def _no_complaints(browser: Browser) -> Iterator[None]:
-    browser.errors.clear()
-    browser.requests.clear()
-    yield
-    assert browser.errors == []
-    assert all(url.startswith(("file:", "about:")) for url in browser.requests)
 
 
 def _wait(browser: Browser, script: str) -> object:

@@ -11,22 +11,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import Experts, Recurrent, ViT, convnet, gpt, llama
+from models import MODELS
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sternway import graph
 from sternway.cli._gpt import GPT
 from sternway.errors import GraphError
-
-MODELS = {
-    "gpt": (lambda: gpt(16, 2), (2, 5, 16)),
-    "llama": (lambda: llama(16, 2), (2, 5, 16)),
-    "convnet": (lambda: convnet(8, 2), (2, 3, 8, 8)),
-    "experts": (lambda: Experts(8, 3), (2, 5, 8)),
-    "recurrent": (lambda: Recurrent(6), (2, 5, 6)),
-    "vit": (lambda: ViT(8, 2, 4), (2, 3, 8, 8)),
-}
 
 
 def _live(loss: Tensor) -> tuple[set, set]:

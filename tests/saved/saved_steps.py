@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from models import Experts, Recurrent, ViT, convnet, gpt, llama
 from torch import Tensor, nn
 
 from sternway.saved import Offload
@@ -14,15 +13,6 @@ from sternway.saved._engine import Engine
 from sternway.saved._store import HostStore, Store
 
 LARGE = 2**40
-
-MODELS = {  # those of the split's tests
-    "gpt": (lambda: gpt(16, 2), (2, 5, 16)),
-    "llama": (lambda: llama(16, 2), (2, 5, 16)),
-    "convnet": (lambda: convnet(8, 2), (2, 3, 8, 8)),
-    "experts": (lambda: Experts(8, 3), (2, 5, 8)),
-    "recurrent": (lambda: Recurrent(6), (2, 5, 6)),
-    "vit": (lambda: ViT(8, 2, 4), (2, 3, 8, 8)),
-}
 
 
 def moving(

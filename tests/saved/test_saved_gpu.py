@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import gpt
-from saved_steps import MODELS, assert_equal, grads_of
+from models import MODELS, gpt
+from saved_steps import assert_equal, grads_of
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import gpt
-from saved_steps import MODELS, assert_equal, grads_of, moving
+from models import MODELS, gpt
+from saved_steps import assert_equal, grads_of, moving
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import gpt
-from test_models import MODELS, WAITS
+from models import MODELS, gpt
+from test_models import WAITS
 from torch import nn
 
 from compare import assert_same_grads, names, twin

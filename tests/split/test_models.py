@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import Experts, Recurrent, ViT, convnet, gpt, llama
+from models import MODELS, gpt
 
 from compare import assert_split_equals_backward, names
 from sternway.cli._gpt import GPT
 
-MODELS = {
-    "gpt": (lambda: gpt(16, 2), (2, 5, 16)),
-    "llama": (lambda: llama(16, 2), (2, 5, 16)),
-    "convnet": (lambda: convnet(8, 2), (2, 3, 8, 8)),
-    "experts": (lambda: Experts(8, 3), (2, 5, 8)),
-    "recurrent": (lambda: Recurrent(6), (2, 5, 6)),
-    "vit": (lambda: ViT(8, 2, 4), (2, 3, 8, 8)),
-}
 # What has to wait for W, whatever else does: the parameters whose gradient costs time.
 WAITS = {
     "gpt": ("qkv.weight", "out.weight", "up.weight", "down.weight", "up.bias"),

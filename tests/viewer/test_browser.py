@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,6 @@ from browser import Browser
 from sternway import graph, viewer
 
 VIEW = "sternway.views.Graph"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with Browser() as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def _no_complaints(browser: Browser) -> Iterator[None]:
-    browser.errors.clear()
-    browser.requests.clear()
-    yield
-    assert browser.errors == []
-    assert all(url.startswith(("file:", "about:")) for url in browser.requests)
 
 
 @pytest.fixture(scope="module")
