@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from models import gpt
-from saved_steps import LARGE, MODELS, assert_equal, grads_of, moving
+from models import MODELS, gpt
+from saved_steps import LARGE, assert_equal, grads_of, moving
 from torch import Tensor
 
 from sternway import saved

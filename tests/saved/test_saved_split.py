@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import gpt, llama
-from saved_steps import MODELS, moving
+from models import MODELS, gpt, llama
+from saved_steps import moving
 from torch import Tensor, nn
 
 from compare import assert_same_grads, assert_split_equals_backward, names, twin
