@@ -154,7 +154,10 @@ def test_errors_say_rule_got_and_fix() -> None:
 
 
 def _modules() -> list[str]:
-    return [module.name for module in pkgutil.walk_packages(sternway.__path__, "sternway.")]
+    def without_its_extra(name: str) -> None:
+        """A room whose libraries are not installed is named all the same."""
+
+    return [module.name for module in pkgutil.walk_packages(sternway.__path__, "sternway.", without_its_extra)]
 
 
 @pytest.mark.parametrize("name", _modules())

@@ -11,7 +11,6 @@ from sternway import split as _split  # noqa: F401 - fills the table of rules
 from sternway.errors import SplitError
 from sternway.graph._records import Node, SplitPreview, Waiting
 from sternway.split._plan import make_plan
-from sternway.split._target import leaves_behind
 
 
 def preview(roots: list[GradientEdge], order: list[Any], nodes: list[Node]) -> SplitPreview:
@@ -32,10 +31,7 @@ def preview(roots: list[GradientEdge], order: list[Any], nodes: list[Node]) -> S
         return SplitPreview((), (), refused=str(refusal))
     waits = []
     for cut in plan.cuts:
-        behind: dict[str, None] = {}
-        for wait in cut.waits:
-            found = [wait.target.leaf] if wait.target is not None else leaves_behind(wait.edge)
-            behind |= dict.fromkeys(map(name, found))
+        behind = dict.fromkeys(name(leaf) for part in cut.parts for leaf in part.leaves())
         node = nodes[numbers[cut.node]]
         waits.append(Waiting(node.id, node.kind, node.module, tuple(behind)))
     ready = dict.fromkeys([*plan.ready, *(leaf for compiled in plan.compiled for leaf in compiled.leaves)])

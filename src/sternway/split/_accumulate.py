@@ -1,8 +1,8 @@
 """W without the engine: parts straight into the ``.grad`` of parameters that nobody watches.
 
-Matrix products are written down first and done after: between two of them Python then has a single call to make, and
-while it sorts and checks, its own code stays in the processor's cache. What a policy has packed is brought back one by
-one, as its turn comes.
+On a CPU, matrix products are written down first and done after: between two of them Python then has a single call to
+make, and while it sorts and checks, its own code stays in the processor's cache. A GPU is sent each as soon as it is
+known, and works on it meanwhile. What a policy has packed is brought back one by one, as its turn comes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def unwatched(parameter: Tensor) -> bool:
 
 
 class Work:
-    """Additions to ``.grad``: ``add`` writes products down, ``do`` does them, last first; others are done at once."""
+    """Additions to ``.grad``: ``add`` does what it can at once and writes down the rest, ``do`` does that."""
 
     def __init__(self) -> None:
-        self._steps: list[Callable[[], object]] = []
+        self._steps: list[Callable[[], object]] = []  # done last first
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # plain sums, all done in one call
 
     def add(self, parameter: Tensor, parts: list[Part]) -> None:
@@ -43,10 +43,12 @@ class Work:
                 continue
             part.check()
             product = _product(parameter, part)
-            if product is not None:
+            if product is None:
+                self._add_value(parameter, part)
+            elif parameter.is_cpu:
                 self._steps.append(product)
             else:
-                self._add_now(parameter, part)
+                product()
 
     def do(self) -> None:
         steps = self._steps
@@ -62,9 +64,9 @@ class Work:
         if product is not None:
             product()
         else:
-            self._add_now(parameter, part)
+            self._add_value(parameter, part)
 
-    def _add_now(self, parameter: Tensor, part: Part) -> None:
+    def _add_value(self, parameter: Tensor, part: Part) -> None:
         value, total, shape = part.value(part.transposed and parameter.ndim > 1), parameter.grad, parameter.shape
         if value.shape != shape:
             value = value.sum(0) if value.shape[1:] == shape else value.sum_to_size(shape)

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sternway.errors import SplitError
 from sternway.split._compiled._offer import Offer, making
-from sternway.split._part import Catch
+from sternway.split._part import Cut
 from sternway.split._pending import Pending
 from sternway.split._plan import make_plan
 from sternway.split._target import Edge, Node
@@ -61,41 +61,39 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
     places = list(dict.fromkeys(wanted.values()))
     plan = make_plan([_edge(tensor) for tensor in tensors], set(places))
 
-    catches = [Catch(cut) for cut in plan.cuts]
-    bottom = [catch for catch in catches if not catch.cut.runs_in_i]
-    nodes = [*plan.ready, *[catch.cut.node for catch in bottom]]
+    bottom = [cut for cut in plan.cuts if not cut.runs_in_i]
+    nodes = [*plan.ready, *[cut.node for cut in bottom]]
     edges = [GradientEdge(*place) for place in places] + [GradientEdge(node, 0) for node in (*nodes, *plan.triggers)]
     offers = [Offer(each.node, each.positions) for each in plan.compiled]
     hidden = [*plan.ready, *plan.triggers]
-    with _catching(catches), making(offers), _hidden_hooks(hidden), _stopped(plan.inner) as stopped:
+    with _catching(plan.cuts), making(offers), _hidden_hooks(hidden), _stopped(plan.inner) as stopped:
         found = torch.autograd.grad(tensors, edges, grads, allow_unused=True)
     of_nodes = found[len(places) :]
-    for catch, grad in zip(bottom, of_nodes[len(plan.ready) :], strict=False):
-        catch.grads.append((grad,))
+    for cut, grad in zip(bottom, of_nodes[len(plan.ready) :], strict=False):
+        cut.grads.append((grad,))
     ready = [(leaf, grad) for leaf, grad in zip(plan.ready, of_nodes, strict=False) if grad is not None]
     ready += [part for offer in offers for part in offer.ready]
-    pending = Pending(catches, ready, [offer.block for offer in offers if offer.block is not None])
+    pending = Pending(plan.cuts, ready, [offer.block for offer in offers if offer.block is not None])
     refuse_resharded(pending)
     grad_at = dict(zip(places, found, strict=False)) | stopped
     return replace_leaves(lambda leaf: grad_at[wanted[id(leaf)]] if id(leaf) in wanted else None, inputs), pending
 
 
 @contextmanager
-def _catching(catches: list[Catch]) -> Iterator[None]:
+def _catching(cuts: list[Cut]) -> Iterator[None]:
     """While the engine runs, catch at each cut the gradient that arrives there and what W needs beside it.
 
     A hook that only appends to a list may stay: the engine frees what it has run, and ``Pending`` empties the list.
     """
     handles, readers = [], []
     try:
-        for catch in catches:
-            node = catch.cut.node
-            if catch.cut.checkpointed or (catch.cut.packed and catch.cut.runs_in_i):
-                readers.append(node.register_prehook(catch.read_and_keep))
+        for cut in cuts:
+            if cut.is_read_as_it_runs:
+                readers.append(cut.node.register_prehook(cut.read_and_keep))
             else:
-                catch.read()
-                if catch.cut.runs_in_i:
-                    handles.append(node.register_prehook(catch.grads.append))
+                cut.read()
+                if cut.runs_in_i:
+                    handles.append(cut.node.register_prehook(cut.grads.append))
         yield
         handles.clear()
     finally:

@@ -28,8 +28,6 @@ def _product_left(node: Any) -> Product:
     return Product(right=node._saved_mat2)
 
 
-_AS_IT_IS = Later(lambda grad: grad)
-
 # y = beta * bias + alpha * a @ b: Linear with a bias, and its stacked form.
 
 
@@ -55,9 +53,9 @@ def _baddbmm_left(node: Any) -> Product:
 
 @rule("AddmmBackward0", 0, role="rider")
 @rule("BaddbmmBackward0", 0, role="rider")
-def _added(node: Any) -> Later:
+def _added(node: Any) -> Later | None:
     beta = node._saved_beta.conjugate()
-    return _AS_IT_IS if beta == 1 else Later(lambda grad: grad * beta)
+    return None if beta == 1 else Later(lambda grad: grad * beta)
 
 
 # Convolutions, plain and transposed, in any number of dimensions. Only the weight's shape matters to its gradient.

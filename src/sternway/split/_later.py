@@ -91,19 +91,24 @@ class Product(Later):
         value = left @ right
         return value if self._scale == 1 else value.mul_(self._scale)
 
+    def was_changed(self) -> bool:
+        known = self.kept[0]
+        return isinstance(known, Tensor) and known._version != self._versions[0]
+
     def adding(self, total: Tensor, grad: Tensor, transposed: bool) -> Callable[[], Tensor] | None:
         """A step that adds the gradient to ``total`` in place; None if the types or dimensions do not allow it.
 
         Under autocast they do not: the factors are 16-bit, the total 32-bit.
         """
-        if grad.dtype != total.dtype or grad.ndim != total.ndim or total.layout != torch.strided:
+        ndim = total.ndim
+        if grad.dtype != total.dtype or grad.ndim != ndim or total.layout != torch.strided:
             return None
-        add = total.addmm_ if total.ndim == 2 else total.baddbmm_
+        add = total.addmm_ if ndim == 2 else total.baddbmm_
         left, right = self._factors(grad, transposed)
         return partial(add, left, right) if self._scale == 1 else partial(add, left, right, alpha=self._scale)
 
     def _factors(self, grad: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
-        (known,) = self.tensors()  # unpacked by now
+        known: Tensor = self.kept[0]  # type: ignore[assignment]  # unpacked by now
         if known.is_complex():
             known = known.conj()
         if self._of_right:  # d right = leftᴴ grad

@@ -1,4 +1,4 @@
-"""What I catches at a cut, and the parts of W that come of it."""
+"""A cut, where I and W part, and the parts of W that come of it: planned, then read, then given their gradient."""
 
 from __future__ import annotations
 
@@ -7,46 +7,54 @@ from torch import Tensor
 from sternway.errors import PendingError
 from sternway.saved import Packed, Policy
 from sternway.split._later import Later
-from sternway.split._plan import Cut
-from sternway.split._saved import Unopened, read_again
-from sternway.split._target import Edge
-
-
-class Catch:
-    """What I caught at one cut."""
-
-    __slots__ = ("cut", "grads", "laters")
-
-    def __init__(self, cut: Cut) -> None:
-        self.cut = cut
-        self.grads: list[tuple[Tensor | None, ...]] = []  # of the node's output, once it has arrived
-        self.laters: list[Later] = []  # by wait, once read
-
-    def read(self) -> None:
-        """Read off the node what W needs."""
-        node = Unopened(self.cut.node) if self.cut.packed else self.cut.node
-        self.laters = [wait.operand.function(node) for wait in self.cut.waits]
-
-    def read_and_keep(self, grads: tuple[Tensor | None, ...]) -> None:
-        """The same as the node is about to run: under a checkpoint it must be then, and unpacking is best then."""
-        if self.cut.checkpointed:
-            read_again(self.cut.node, times=len(self.cut.waits))
-        self.read()
-        self.grads.append(grads)
+from sternway.split._rules import RuleFunction
+from sternway.split._saved import Packing, Unopened, read_again
+from sternway.split._target import Edge, Node, leaves_behind
 
 
 class Part:
-    """One contribution to a parameter: ``later`` of ``grad``, or ``grad`` itself."""
+    """One contribution to a parameter: ``later`` of ``grad``, or ``grad`` itself.
 
-    __slots__ = ("edge", "grad", "later", "packed", "transposed", "version")
+    Args:
+        edge: where the contribution goes.
+        leaf: the parameter's AccumulateGrad node, if the edge leads straight to one.
+        transposed: whether the parameter is the transpose of what the contribution is to.
+        position: of the operand among those of the cut.
+        rule: what tells from the cut's node how the contribution is computed.
+    """
 
-    def __init__(self, grad: Tensor, later: Later | None, edge: Edge, transposed: bool) -> None:
-        self.grad: Tensor = grad
-        self.later = later
+    __slots__ = ("edge", "grad", "later", "leaf", "packed", "position", "rule", "transposed", "version")
+
+    grad: Tensor
+    version: int
+
+    def __init__(
+        self,
+        edge: Edge,
+        leaf: Node | None,
+        transposed: bool = False,
+        position: int = 0,
+        rule: RuleFunction | None = None,
+    ) -> None:
+        self.edge = edge
+        self.leaf = leaf
+        self.transposed = transposed
+        self.position = position
+        self.rule = rule
+        self.later: Later | None = None
         self.packed: Packed | None = None  # in place of grad, if a policy has it
-        self.edge = edge  # where the contribution goes
-        self.transposed = transposed  # the parameter is the transpose of what the contribution is to
-        self.version = grad._version
+
+    @classmethod
+    def of_leaf(cls, leaf: Node, grad: Tensor, later: Later | None = None) -> Part:
+        """A contribution that is there already, or is made by ``later``."""
+        part = cls((leaf, 0), leaf)
+        part.later = later
+        part.grad, part.version = grad, grad._version
+        return part
+
+    def leaves(self) -> list[Node]:
+        """Every leaf that the contribution reaches."""
+        return [self.leaf] if self.leaf is not None else leaves_behind(self.edge)
 
     def pack(self, policy: Policy) -> None:
         """Let a policy have what is held."""
@@ -99,3 +107,41 @@ class Part:
     def tensors(self) -> tuple[Tensor, ...]:
         grad = [self.grad] if self.packed is None else self.packed.tensors()
         return (*grad, *(self.later.tensors() if self.later is not None else ()))
+
+
+class Cut:
+    """A spine node some of whose operands wait.
+
+    Args:
+        node: the node.
+        parts: what waits, an operand each.
+        packing: who packed its saved tensors.
+        runs_in_i: False at the bottom of stage 0, where nothing below needs a gradient.
+    """
+
+    __slots__ = ("grads", "node", "packing", "parts", "runs_in_i")
+
+    def __init__(self, node: Node, parts: list[Part], packing: Packing, runs_in_i: bool) -> None:
+        self.node = node
+        self.parts = parts
+        self.packing = packing
+        self.runs_in_i = runs_in_i
+        self.grads: list[tuple[Tensor | None, ...]] = []  # of the node's output, once it has arrived
+
+    @property
+    def is_read_as_it_runs(self) -> bool:
+        """Whether W's needs are read as the node is about to run: a checkpoint demands it, and unpacking is best then."""
+        return self.packing is Packing.CHECKPOINT or (self.packing is Packing.OURS and self.runs_in_i)
+
+    def read(self) -> None:
+        """Read off the node what W needs."""
+        node = Unopened(self.node) if self.packing is Packing.OURS else self.node
+        for part in self.parts:
+            part.later = part.rule(node)  # type: ignore[misc]  # a cut's parts have theirs
+
+    def read_and_keep(self, grads: tuple[Tensor | None, ...]) -> None:
+        """The same, with the gradient, as the node is about to run."""
+        if self.packing is Packing.CHECKPOINT:
+            read_again(self.node, times=len(self.parts))
+        self.read()
+        self.grads.append(grads)

@@ -25,8 +25,8 @@ from sternway.saved import Policy
 from sternway.split._accumulate import Work, accumulate, unwatched
 from sternway.split._compiled._block import Block, Late
 from sternway.split._later import storage_bytes
-from sternway.split._part import Catch, Part
-from sternway.split._target import Node, leaves_behind
+from sternway.split._part import Cut, Part
+from sternway.split._target import Node
 
 
 @dataclass(slots=True)
@@ -43,32 +43,31 @@ class Pending:
     Dropping it frees what it holds; the parameters then never get these gradients.
     """
 
-    def __init__(
-        self, catches: Iterable[Catch], ready: Sequence[tuple[Node, Tensor]], blocks: Sequence[Block] = ()
-    ) -> None:
+    def __init__(self, cuts: Iterable[Cut], ready: Sequence[tuple[Node, Tensor]], blocks: Sequence[Block] = ()) -> None:
         self._state = "waiting"
         self._blocks = list(blocks)
         self._direct: dict[Node, list[Part]] = {}
         self._groups: deque[_Group] = deque()
         self._late: dict[Node, None] = {}
         self._early = [leaf for leaf, _ in ready]
-        direct, late = self._direct, self._late
-        for catch in catches:
-            if not catch.grads or (grad := catch.grads.pop()[0]) is None:
+        direct = self._direct
+        for cut in cuts:
+            if not cut.grads or (grad := cut.grads.pop()[0]) is None:
                 continue  # no gradient reached the cut
-            for wait, later in zip(catch.cut.waits, catch.laters, strict=True):
-                if wait.target is None:
-                    self._group(Part(grad, later, wait.edge, False))
+            version = grad._version
+            for part in cut.parts:
+                part.grad, part.version = grad, version
+                leaf = part.leaf
+                if leaf is None:
+                    self._group(part)
+                elif leaf in direct:
+                    direct[leaf].append(part)
                 else:
-                    leaf, transposed = wait.target
-                    late[leaf] = None
-                    part = Part(grad, later, wait.edge, transposed)
-                    if leaf in direct:
-                        direct[leaf].append(part)
-                    else:
-                        direct[leaf] = [part]
+                    direct[leaf] = [part]
+        late = self._late
+        late |= dict.fromkeys(direct)
         for leaf, grad in ready:
-            direct.setdefault(leaf, []).append(Part(grad, None, (leaf, 0), False))
+            direct.setdefault(leaf, []).append(Part.of_leaf(leaf, grad))
         for group in self._groups:
             for leaf in group.leaves:
                 group.parts += direct.pop(leaf, ())
@@ -88,7 +87,7 @@ class Pending:
 
     def _group(self, part: Part) -> None:
         """Put ``part`` with whatever shares a parameter with it."""
-        merged = _Group(dict.fromkeys(leaves_behind(part.edge)), [part])
+        merged = _Group(dict.fromkeys(part.leaves()), [part])
         self._late |= merged.leaves
         apart: deque[_Group] = deque()
         for group in self._groups:
@@ -181,7 +180,7 @@ class Pending:
                     parameters.append(parameter)
                     indices.append(index)
             else:
-                part = Part(_NONE, Late(waiting, index), (leaf, 0), False)
+                part = Part.of_leaf(leaf, _NONE, Late(waiting, index))
                 (self._direct.setdefault(leaf, []) if group is None else group.parts).append(part)
         with torch._C._DisableAutocast():  # as the graph was compiled
             accumulate(parameters, waiting.take(indices))

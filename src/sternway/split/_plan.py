@@ -24,35 +24,16 @@ that it is to be asked, and keeps those leaves off the spine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch.autograd.function import BackwardCFunction
 
+from sternway.split._part import Cut, Part
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._saved import Packing, packing
-from sternway.split._target import AccumulateGrad, Edge, Node, Target, direct_target, leaves_behind
+from sternway.split._target import AccumulateGrad, Edge, Node, direct_target
 from sternway.split._unsupported import UNSUPPORTED
-
-
-@dataclass(slots=True)
-class Wait:
-    """One edge that is not followed in I: the operand's rule, and where its gradient goes."""
-
-    operand: Operand
-    edge: Edge
-    target: Target | None  # the parameter, if the edge leads straight to one
-
-
-@dataclass(slots=True)
-class Cut:
-    """A spine node some of whose operands wait."""
-
-    node: Node
-    waits: list[Wait]
-    checkpointed: bool  # its saved tensors come from a recomputation
-    packed: bool  # its saved tensors are packed by sternway.saved
-    runs_in_i: bool  # False at the bottom of stage 0: nothing below needs a gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +67,7 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> Plan:
     planner.settle()
     triggers = planner.triggers()
     inner = [edge for edge in inputs if type(edge[0]) is not AccumulateGrad]
-    return Plan([cut for cut in planner.cuts if cut.waits], planner.leaves, inner, planner.compiled, triggers)
+    return Plan([cut for cut in planner.cuts if cut.parts], planner.leaves, inner, planner.compiled, triggers)
 
 
 class _Planner:
@@ -109,19 +90,24 @@ class _Planner:
         A node runs once, and the engine computes every path to a leaf that it is asked for. So an edge to what I
         reaches in another way cannot wait; it joins the spine, and may take others along.
         """
-        while clashes := [(cut, wait) for cut in self.cuts for wait in cut.waits if self.on_spine(wait)]:
-            for cut, wait in clashes:
-                cut.waits.remove(wait)
+        spine = self.spine
+        while clashes := [
+            (cut, part)
+            for cut in self.cuts
+            for part in cut.parts
+            if (part.leaf in spine if part.leaf is not None else self.on_spine(part.edge))
+        ]:
+            for cut, part in clashes:
+                cut.parts.remove(part)
                 cut.runs_in_i = True
-            self.walk([wait.edge[0] for _, wait in clashes])
+            self.walk([part.edge[0] for _, part in clashes])
 
     def triggers(self) -> list[Node]:
         """For each compiled graph with nothing but leaves below it, one of them that no cut waits for."""
         found = []
         for compiled in self.compiled:
             if len([1 for child, _ in compiled.node.next_functions if child is not None]) == len(compiled.positions):
-                waits = [wait for cut in self.cuts for wait in cut.waits]
-                late = {leaf for w in waits for leaf in ([w.target.leaf] if w.target else leaves_behind(w.edge))}
+                late = {leaf for cut in self.cuts for part in cut.parts for leaf in part.leaves()}
                 free = [leaf for leaf in compiled.leaves if leaf not in late]
                 if not free:
                     self.walk([compiled.leaves[0]])
@@ -141,16 +127,15 @@ class _Planner:
             if kind is AccumulateGrad:
                 self.leaves.append(node)
                 continue
-            edges = node.next_functions
+            edges: Sequence[Edge] = node.next_functions
             operands = kinds[kind] if kind in kinds else self.look_up(kind, node)
-            if kind in self.compiled_kinds:
+            if operands is not None:
+                edges = self.cut(node, edges, operands)
+            elif kind in self.compiled_kinds:
                 edges = self.past_leaves(node, edges)
-            if operands is not None and (cut := self.cut(node, edges, operands)):
-                self.cuts.append(cut)
-                waiting = [wait.operand.position for wait in cut.waits]
-                edges = [edge for position, edge in enumerate(edges) if position not in waiting]
             for edge in edges:
-                if (child := edge[0]) is not None and (child not in input_nodes or edge not in inputs):
+                child = edge[0]
+                if child is not None and (child not in input_nodes or edge not in inputs):
                     stack.append(child)
 
     def look_up(self, kind: type, node: Node) -> Operands | None:
@@ -158,13 +143,15 @@ class _Planner:
         name = kind.__name__
         if name in UNSUPPORTED:
             UNSUPPORTED[name](node)
-        else:
+        elif issubclass(kind, BackwardCFunction) and len(node._input_metadata) != 1:
+            return None  # a rule is for nodes with one output, and each of a custom Function's may have another number
+        elif not issubclass(kind, BackwardCFunction):
             self.kinds[kind] = RULES.get(name)
-            if name == "CompiledFunctionBackward":
-                self.compiled_kinds.add(kind)
+        if name == "CompiledFunctionBackward":
+            self.compiled_kinds.add(kind)
         return RULES.get(name)
 
-    def past_leaves(self, node: Node, edges: tuple[Edge, ...]) -> list[Edge]:
+    def past_leaves(self, node: Node, edges: Sequence[Edge]) -> list[Edge]:
         """The edges of a compiled graph that are followed: those to leaves are its own affair."""
         inputs = self.inputs
         positions = [i for i, edge in enumerate(edges) if type(edge[0]) is AccumulateGrad and edge not in inputs]
@@ -172,41 +159,42 @@ class _Planner:
             self.compiled.append(Compiled(node, positions))
         return [edge for edge in edges if type(edge[0]) is not AccumulateGrad]
 
-    def cut(self, node: Node, edges: tuple[Edge, ...], operands: Operands) -> Cut | None:
-        """The node as a cut, if some of its operands can wait."""
+    def cut(self, node: Node, edges: Sequence[Edge], operands: Operands) -> Sequence[Edge]:
+        """Make the node a cut, if some of its operands can wait; the edges that I follows."""
         packed = packing(node)
-        if packed is Packing.FOREIGN or (issubclass(type(node), BackwardCFunction) and len(node._input_metadata) != 1):
-            return None
-        waits = (
+        if packed is Packing.FOREIGN:
+            return edges
+        parts = (
             self.chains_of(operands.weights, edges)
             or self.chains_of(operands.other_sides, edges)
             or self.second_choice(operands.weights + operands.other_sides, edges)
         )
-        if not waits:
-            return None
-        waits += self.chains_of(operands.riders, edges)
-        runs_in_i = len([1 for child, _ in edges if child is not None]) > len(waits)
-        checkpointed = packed is Packing.CHECKPOINT
-        if checkpointed and not runs_in_i:
-            return None  # what a checkpoint recomputes can be read only while the node runs
-        return Cut(node, waits, checkpointed, packed is Packing.OURS, runs_in_i)
+        if not parts:
+            return edges
+        parts += self.chains_of(operands.riders, edges)
+        waiting = [part.position for part in parts]
+        followed = [edge for place, edge in enumerate(edges) if edge[0] is not None and place not in waiting]
+        if packed is Packing.CHECKPOINT and not followed:
+            return edges  # what a checkpoint recomputes can be read only while the node runs
+        self.cuts.append(Cut(node, parts, packed, runs_in_i=bool(followed)))
+        return followed
 
-    def chains_of(self, operands: tuple[Operand, ...], edges: tuple[Edge, ...]) -> list[Wait]:
+    def chains_of(self, operands: tuple[Operand, ...], edges: Sequence[Edge]) -> list[Part]:
         """The operands that are plain chains from parameters."""
-        waits = []
+        parts = []
         for operand in operands:
             if operand.position < len(edges) and (edge := edges[operand.position])[0] is not None:
-                target = direct_target(edge, self.input_nodes)
-                if target is not None or (self.is_chain(edge) and not self.is_recomputed(edge)):
-                    waits.append(Wait(operand, edge, target))
-        return waits
+                leaf, transposed = direct_target(edge, self.input_nodes)
+                if leaf is not None or (self.is_chain(edge) and not self.is_recomputed(edge)):
+                    parts.append(Part(edge, leaf, transposed, operand.position, operand.function))
+        return parts
 
-    def second_choice(self, operands: tuple[Operand, ...], edges: tuple[Edge, ...]) -> list[Wait]:
+    def second_choice(self, operands: tuple[Operand, ...], edges: Sequence[Edge]) -> list[Part]:
         """The first operand that is made of parameters alone, if not in a plain chain, such as ``W + A @ B``."""
         for operand in operands:
             edge = edges[operand.position] if operand.position < len(edges) else (None, 0)
             if edge[0] is not None and not self.leads_to_input(edge) and not self.is_recomputed(edge):
-                return [Wait(operand, edge, None)]
+                return [Part(edge, None, False, operand.position, operand.function)]
         return []
 
     def is_chain(self, edge: Edge) -> bool:
@@ -265,11 +253,9 @@ class _Planner:
                 known[node] = len(inner) < len(below) or any(known[child] for child in inner)
         return known[edge[0]]
 
-    def on_spine(self, wait: Wait) -> bool:
+    def on_spine(self, edge: Edge) -> bool:
         """Whether I runs, or reads the gradient of, something behind the edge."""
-        if wait.target is not None:
-            return wait.target.leaf in self.spine
-        stack, seen = [wait.edge[0]], {wait.edge[0]}
+        stack, seen = [edge[0]], {edge[0]}
         while stack:
             node = stack.pop()
             if node in self.spine:

@@ -1,8 +1,8 @@
 """The table of rules: for each kind of autograd node, which operands may be weights and how their gradient is computed.
 
 A rule is a function of the node, called in I before the node runs. It reads what W will need off the node's saved
-tensors and returns a ``Later``. A node kind without a rule is computed whole in I, once; only the accumulation of its
-weight gradients waits.
+tensors and returns a ``Later``, or None where the output's gradient is the operand's as it is. A node kind without a
+rule is computed whole in I, once; only the accumulation of its weight gradients waits.
 
 Policy. What waits in W is what costs time: matrix products, convolutions and embedding tables. A norm's weight
 gradient is not worth waiting for: the kernel that computes its input gradient computes it on the way, while waiting
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from sternway.errors import SplitError
 from sternway.split._later import Later
 
-RuleFunction = Callable[[Any], Later]
+RuleFunction = Callable[[Any], Later | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,8 @@ def rule(
             another operand of the node does, as a bias, for which alone the output's gradient is not worth holding.
 
     The rule is used for nodes with one output. It replaces an earlier rule for the same kind and operand.
-    A ``Later`` may return a gradient that has yet to be summed over broadcast dimensions.
+    What it returns is a ``Later``, or None where the output's gradient is the operand's as it is. Either gradient may
+    have yet to be summed over broadcast dimensions.
     """
     if not isinstance(kind, str) or not kind:
         raise SplitError(

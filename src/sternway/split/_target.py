@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,28 +12,24 @@ Node = Any  # torch.autograd.graph.Node says nothing of _saved_…, variable and
 Edge = tuple[Node, int]
 
 
-class Target(NamedTuple):
-    """A parameter's AccumulateGrad node, and whether the parameter (unless a vector) is the operand's transpose."""
+def direct_target(edge: Edge, stop_at: set[Node]) -> tuple[Node | None, bool]:
+    """The leaf that ``edge`` leads to through transposes and casts alone, not passing ``stop_at``.
 
-    leaf: Node
-    transposed: bool
-
-
-def direct_target(edge: Edge, stop_at: set[Node]) -> Target | None:
-    """The leaf that ``edge`` leads to through transposes and casts alone, not passing ``stop_at``."""
+    Beside it, whether the leaf's parameter (unless a vector) is the transpose of what the edge is for.
+    """
     node, transposed, cast = edge[0], False, False
     while node not in stop_at:
         kind = type(node)
         if kind is AccumulateGrad:
-            return Target(node, transposed)
+            return node, transposed
         if kind is _types.TBackward0 or (kind is _types.TransposeBackward0 and _swaps_last_two(node)):
             transposed = not transposed
         elif kind is _types.ToCopyBackward0 and not cast and _changes_precision_only(node):
             cast = True  # a second one might round in between
         else:
-            return None
+            break
         node = node.next_functions[0][0]
-    return None
+    return None, False
 
 
 def leaves_behind(edge: Edge) -> list[Node]:
