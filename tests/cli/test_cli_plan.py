@@ -151,14 +151,15 @@ def test_something_to_do_has_to_be_given():
 
 def test_costs_on_the_command_line():
     assert parse_costs("") == Costs()
+    assert parse_costs("B=1.5").B == 1.5
     assert parse_costs("F=2, I=1:2, comm=0.5", 0.25) == Costs(F=2, I=[1, 2], comm=0.5, memory_after_I=0.25)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("G=1", "costs are F, I, W, comm, each once; got 'G=1'"),
-        ("F=1,F=2", "costs are F, I, W, comm, each once; got 'F=2'"),
+        ("G=1", "costs are F, I, W, B, comm, each once; got 'G=1'"),
+        ("F=1,F=2", "costs are F, I, W, B, comm, each once; got 'F=2'"),
         ("F", "a cost is a number, or one for each stage with colons between; got 'F'"),
         ("F=1:x", "a cost is a number, or one for each stage with colons between; got 'F=1:x'"),
         ("F=-1", "a cost is finite and not negative; got F=-1.0"),

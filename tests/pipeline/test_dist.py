@@ -116,6 +116,8 @@ def _whole_model(rank: int) -> None:
 
     tokens = torch.randint(0, 11, (8, 6))
     pipe = Pipeline(model, schedule="auto", num_microbatches=4, loss=loss, sample=tokens[:2], sample_target=tokens[:2])
+    assert pipe.costs.comm > 0  # a message takes its time
+    assert min(pipe.costs.B) > 0
     mine = torch.optim.AdamW(pipe.parameters(), 1e-3)
     theirs = torch.optim.AdamW(reference.parameters(), 1e-3)
     for _ in range(5):

@@ -116,6 +116,8 @@ def test_profile_measures_each_module() -> None:
     assert found.F[block] > 0
     assert found.I[block] > 0
     assert found.W[block] > 0
+    assert found.B[block] > 0
+    assert found.costs.B == found.B
     assert 0 < found.bytes_after_I[block] <= found.bytes_after_F[block] * 1.2
     assert found.sent_bytes[block] == 3 * 6 * 8 * 4
     assert all(p.grad is None for p in model.parameters())

@@ -21,7 +21,7 @@ from sternway import schedule
 from sternway.errors import ScheduleError
 from sternway.schedule import Costs, Schedule, Timeline
 
-_FIELDS = ("F", "I", "W", "comm")
+_FIELDS = ("F", "I", "W", "B", "comm")
 
 
 def plan(
@@ -31,7 +31,7 @@ def plan(
         str,
         typer.Option(
             help="Times of one microbatch through one rank's share, as F=1,I=1,W=1,comm=0. "
-            "Uneven stages: one number for each, as F=1:1:1.4."
+            "B, a backward in one piece, is I + W unless given. Uneven stages: one number for each, as F=1:1:1.4."
         ),
     ] = "",
     memory: Annotated[

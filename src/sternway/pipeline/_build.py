@@ -182,12 +182,13 @@ def _measure(
     model: nn.Module, names: list[str], sample: Any, loss: Loss | None, target: Any, transport: Transport
 ) -> Profile:
     """The first rank's measurements, for all ranks, so that all decide alike."""
-    mine = [0.0] * (5 * len(names))
+    n = len(names)
+    mine = [0.0] * (7 * n)
     if not transport.mine or transport.mine == (0,):
         found = profile(model, sample, loss=loss if target is not None else None, target=target)
-        mine = [*found.F, *found.I, *found.W, *map(float, found.bytes_after_F), *map(float, found.bytes_after_I)]
+        sizes = (found.bytes_after_F, found.bytes_after_I, found.sent_bytes)
+        mine = [*found.F, *found.I, *found.W, *found.B, *(float(size) for kind in sizes for size in kind)]
     row = transport.gather([mine])[0]
-    n = len(names)
-    parts = [tuple(row[k * n : (k + 1) * n]) for k in range(5)]
-    as_bytes = [tuple(map(int, part)) for part in parts[3:]]
-    return Profile(tuple(names), parts[0], parts[1], parts[2], as_bytes[0], as_bytes[1], (0,) * n)
+    f, i, w, b = (tuple(row[k * n : (k + 1) * n]) for k in range(4))
+    after_f, after_i, sent = (tuple(map(int, row[k * n : (k + 1) * n])) for k in range(4, 7))
+    return Profile(tuple(names), f, i, w, b, after_f, after_i, sent, transport.delay(max(sent)))

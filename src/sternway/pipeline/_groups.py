@@ -65,7 +65,8 @@ class GroupTransport(Transport):
             number = store.add(f"{here}/{dist.get_rank()}", 1)
             name = store.compare_set(f"{here}/name/{number}", "", uuid.uuid4().hex).decode()
             place = self._watched.index(dist.get_rank())
-            self.watch = Watch(store, f"sternway/{name}", place, len(self._watched), silence, _holder(), self.wake)
+            holder, holds = _holder()
+            self.watch = Watch(store, f"sternway/{name}", place, len(self._watched), silence, holder, holds, self.wake)
         self._subgroups: dict[tuple[int, ...], Any] = {tuple(range(self.ranks)): self._groups["control"]}
 
     # All ranks at once
@@ -170,6 +171,8 @@ def _members(ranks: Sequence[int] | None) -> list[int]:
     return members
 
 
-def _holder() -> str:
-    """Who holds the store."""
-    return "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0 of all"
+def _holder() -> tuple[str, bool]:
+    """Who holds the store, and whether it is this process."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return "torchrun's agent", False
+    return "rank 0 of all", dist.get_rank() == 0

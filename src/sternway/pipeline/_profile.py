@@ -1,4 +1,4 @@
-"""What each piece of a model costs: F, I and W in seconds, and the bytes it keeps after F and after I."""
+"""What each piece of a model costs: F, I, W and B in seconds, and the bytes it keeps after F and after I."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ class Profile:
     F: tuple[float, ...]
     I: tuple[float, ...]  # noqa: E741 - the paper's letter
     W: tuple[float, ...]
+    B: tuple[float, ...]
+    """A backward in one piece, which costs less than I and W."""
     bytes_after_F: tuple[int, ...]  # noqa: N815
     bytes_after_I: tuple[int, ...]  # noqa: N815
     sent_bytes: tuple[int, ...]
     """What each stage sends on for one microbatch."""
     comm: float = 0.0
+    """Seconds from one rank to another, where there were two to measure it between."""
 
     @property
     def costs(self) -> Costs:
@@ -48,6 +51,7 @@ class Profile:
             F=self.F,
             I=self.I,
             W=self.W,
+            B=self.B,
             comm=self.comm,
             memory_after_I=min(1.0, sum(self.bytes_after_I) / kept) if kept else 1.0,
         )
@@ -65,6 +69,7 @@ class Profile:
             F=total(self.F),
             I=total(self.I),
             W=total(self.W),
+            B=total(self.B),
             bytes_after_F=total(self.bytes_after_F),
             bytes_after_I=total(self.bytes_after_I),
             sent_bytes=tuple(self.sent_bytes[end - 1] for end in ends),
@@ -80,7 +85,7 @@ def profile(
     target: Any = None,
     repeats: int = 5,
 ) -> Profile:
-    """Time F, I and W of each stage, or of each module that a whole model calls, on one microbatch.
+    """Time F, I, W and B of each stage, or of each module that a whole model calls, on one microbatch.
 
     Args:
         model: stages in order, or a model, which is taken apart as ``partition`` would.
@@ -115,7 +120,7 @@ def profile(
     ]
     arguments = sample if type(sample) is tuple else (sample,)
     microbatch = Microbatch(arguments=arguments, target=target if target is not None else 0)
-    rows: list[list[tuple[float, float, float]]] = [[] for _ in stages]
+    rows: list[list[tuple[float, ...]]] = [[] for _ in stages]
     kept: list[tuple[int, int]] = [(0, 0)] * len(stages)
     sent = [0] * len(stages)
     saved = [[parameter.grad for parameter in module.parameters()] for module in modules]
@@ -133,12 +138,13 @@ def profile(
     for module, grads in zip(modules, saved, strict=True):
         for parameter, grad in zip(module.parameters(), grads, strict=True):
             parameter.grad = grad
-    medians = [tuple(statistics.median(row[k] for row in stage[1:]) for k in range(3)) for stage in rows]
+    f, i, w, b = zip(*(map(statistics.median, zip(*stage[1:], strict=True)) for stage in rows), strict=True)
     return Profile(
         names=tuple(names),
-        F=tuple(row[0] for row in medians),
-        I=tuple(row[1] for row in medians),
-        W=tuple(row[2] for row in medians),
+        F=f,
+        I=i,
+        W=w,
+        B=b,
         bytes_after_F=tuple(after_f for after_f, _ in kept),
         bytes_after_I=tuple(after_i for _, after_i in kept),
         sent_bytes=tuple(sent),
@@ -154,28 +160,19 @@ def _total(output: Any, target: Any) -> Tensor:
 def _once(
     stages: list[Stage],
     microbatch: Microbatch,
-    rows: list[list[tuple[float, float, float]]],
+    rows: list[list[tuple[float, ...]]],
     kept: list[tuple[int, int]],
     sent: list[int],
     weigh: bool,
 ) -> None:
-    """One microbatch forward through every stage and back, each part timed; what autograd keeps weighed, if asked.
+    """One microbatch forward through every stage and back, twice: with I and W, and with B.
 
-    Weighing goes through hooks on saved tensors, which the split would see: not in a run whose W counts.
+    What autograd keeps is weighed if asked. Weighing goes through hooks on saved tensors, which the split would see:
+    not in a run whose W counts.
     """
-    received: dict[str, Payload] = {}
-    forward: list[float] = []
-    for stage in stages:
-        saved = _SavedBytes()
-        with saved if weigh else nullcontext():
-            start = _now()
-            made = stage.forward(0, microbatch, received, keep_output=False)
-            forward.append(_now() - start)
-        if weigh:
-            kept[stage.index] = (saved.total(stage.module), 0)
-        sent[stage.index] = sum(t.nbytes for _, tensors in made.values() for t in tensors)
-        received = made
+    forward = _forward(stages, microbatch, kept, sent, weigh)
     grads: dict[str, list[Tensor]] = {}
+    halves: dict[int, tuple[float, float]] = {}
     for stage in reversed(stages):
         start = _now()
         found = stage.backward_input(0, grads)
@@ -184,9 +181,36 @@ def _once(
         kept[stage.index] = (kept[stage.index][0], pending.nbytes if pending is not None else 0)
         again = _now()
         stage.backward_weight(0)
-        rows[stage.index].append((forward[stage.index], middle - start, _now() - again))
+        halves[stage.index] = middle - start, _now() - again
         grads = {MAIN: found[MAIN]} if MAIN in found else {}
         stage.clear()
+
+    _forward(stages, microbatch, kept, sent, weigh=False)
+    grads = {}
+    for stage in reversed(stages):
+        start = _now()
+        found = stage.backward(0, grads)
+        rows[stage.index].append((forward[stage.index], *halves[stage.index], _now() - start))
+        grads = {MAIN: found[MAIN]} if MAIN in found else {}
+        stage.clear()
+
+
+def _forward(
+    stages: list[Stage], microbatch: Microbatch, kept: list[tuple[int, int]], sent: list[int], weigh: bool
+) -> list[float]:
+    """How long F of each stage takes; what it sends, and keeps if it is to be weighed, go into the lists."""
+    received: dict[str, Payload] = {}
+    times: list[float] = []
+    for stage in stages:
+        saved = _SavedBytes()
+        with saved if weigh else nullcontext():
+            start = _now()
+            received = stage.forward(0, microbatch, received, keep_output=False)
+            times.append(_now() - start)
+        if weigh:
+            kept[stage.index] = (saved.total(stage.module), 0)
+        sent[stage.index] = sum(t.nbytes for _, tensors in received.values() for t in tensors)
+    return times
 
 
 class _SavedBytes(torch.autograd.graph.saved_tensors_hooks):

@@ -52,6 +52,10 @@ class Transport(ABC):
     def checked(self, prepare: Callable[[], list[float]]) -> list[list[float]]:
         """Every rank's facts about the coming step; if ``prepare`` raises on one rank, all ranks raise."""
 
+    def delay(self, nbytes: int) -> float:
+        """Seconds that a message of so many bytes takes from one rank to another; all ranks ask together."""
+        return 0.0
+
     @abstractmethod
     def crew(self) -> Crew:
         """The pipeline's processes, for what they decide together between steps."""

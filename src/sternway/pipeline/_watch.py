@@ -7,7 +7,7 @@ more than two. A rank whose sign does not change for ``silence`` seconds is lost
 writes the first word on it into the store; all others read it there and cut their own connections, which wakes them.
 
 The store is held by one process, and may be what is lost: a second thread, which touches nothing but the clock, notices
-that the first one gets no answer.
+that the first one gets no answer. If that process learns of a loss, it stays until the others have heard of it, too.
 """
 
 from __future__ import annotations
@@ -70,11 +70,20 @@ class Watch:
     ranks: how many there are.
     silence: for how many seconds a rank may give no sign of life.
     holder: who holds the store, in words.
+    holds: whether it is this process.
     wake: called once when a rank is lost, to wake those that wait.
     """
 
     def __init__(
-        self, store: Any, prefix: str, rank: int, ranks: int, silence: float, holder: str, wake: Callable[[], None]
+        self,
+        store: Any,
+        prefix: str,
+        rank: int,
+        ranks: int,
+        silence: float,
+        holder: str,
+        holds: bool,
+        wake: Callable[[], None],
     ) -> None:
         self.spot: Callable[[], Spot] = Spot  # what this rank is doing
         self.awaited: Callable[[int], Spot | None] = lambda rank: None  # what another has not done yet, as known here
@@ -82,6 +91,7 @@ class Watch:
         self._prefix, self._base = prefix, _connection(store, silence)
         self._store = PrefixStore(prefix, self._base)
         self._rank, self._ranks, self._silence, self._holder, self._wake_all = rank, ranks, silence, holder, wake
+        self._holds = holds
         self.interval = min(1.0, silence / 6)
         self._count = 0
         self._seen: dict[int, tuple[str, float]] = {}
@@ -126,7 +136,7 @@ class Watch:
         self._hurry.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(timeout=self.interval + 1)
+                thread.join(timeout=3 * self.interval + 2)
 
     # The threads
 
@@ -142,7 +152,17 @@ class Watch:
             self._hurry.wait(self.interval / 2 if self._suspicious else self.interval)
             self._hurry.clear()
         with suppress(RuntimeError):  # there may be nobody left to read it
+            self._stay()
             self._store.set(f"beat/{self._rank}", CLOSED)
+
+    def _stay(self) -> None:
+        """If the store ends with this process and a rank was lost: let the others hear of it first, if they can."""
+        if self.loss is None or not self._holds:
+            return
+        others = [f"heard/{rank}" for rank in range(self._ranks) if rank not in (self._rank, self.loss.rank)]
+        end = time.monotonic() + 2 * self.interval + 1
+        while others and not self._store.check(others) and time.monotonic() < end:
+            time.sleep(self.interval / 10)
 
     def _guard(self) -> None:
         while not self._stop.wait(self.interval):
@@ -157,12 +177,18 @@ class Watch:
         self._store.set(f"beat/{self._rank}", json.dumps(sign))
         if self.loss is not None:
             return
-        if self._told is not None:
-            self._decide(Loss.from_json(self._store.compare_set("error", "", self._told.to_json()).decode()))
-        elif self._store.check(["error"]):
-            self._decide(Loss.from_json(self._store.get("error").decode()))
-        elif (found := self._look()) is not None:
-            self._decide(Loss.from_json(self._store.compare_set("error", "", found.to_json()).decode()))
+        if (loss := self._news()) is not None:
+            self._store.set(f"heard/{self._rank}", "")
+            self._decide(loss)
+
+    def _news(self) -> Loss | None:
+        """The first word on a loss, whether it is another rank's or this one's own."""
+        if self._told is None and self._store.check(["error"]):
+            return Loss.from_json(self._store.get("error").decode())
+        found = self._told or self._look()
+        if found is None:
+            return None
+        return Loss.from_json(self._store.compare_set("error", "", found.to_json()).decode())
 
     def _look(self) -> Loss | None:
         """Has the next rank stopped giving signs of life? If a connection was lost: has any, or do all go on?"""

@@ -15,6 +15,7 @@ from sternway.schedule._best import Comparison, Row, best
 from sternway.schedule._check import check
 from sternway.schedule._costs import Costs, StageCosts
 from sternway.schedule._csv import from_csv
+from sternway.schedule._fuse import fuse
 from sternway.schedule._json import from_json
 from sternway.schedule._lower_bound import lower_bound
 from sternway.schedule._make import make, names
@@ -39,6 +40,7 @@ __all__ = [
     "check",
     "from_csv",
     "from_json",
+    "fuse",
     "lower_bound",
     "make",
     "names",

@@ -168,7 +168,7 @@ def _half(progress: Progress | None, half: int) -> Progress | None:
 def _measure(name: str, schedule: Schedule, costs: Costs, memory_limit: float) -> Row:
     """Time a schedule and hold it against the limit and the bound."""
     timeline = schedule.simulate(costs)
-    least = bound(resolve(costs, schedule.placement, schedule.num_microbatches, memory_limit))
+    least = bound(resolve(costs, schedule.placement, schedule.num_microbatches, memory_limit, joined=True))
     return Row(name, schedule, timeline, least, fits=timeline.peak_memory <= memory_limit + EPSILON)
 
 

@@ -11,7 +11,7 @@ Memory is in units of what one microbatch's forward keeps on one rank. Of a rank
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from sternway.errors import ScheduleError
@@ -29,17 +29,27 @@ class StageCosts:
     F: tuple[float, ...]
     I: tuple[float, ...]  # noqa: E741 - the paper's letter
     W: tuple[float, ...]
+    B: tuple[float, ...]
     comm: float
     keeps: tuple[float, ...]
     keeps_after_i: tuple[float, ...]
 
     def of(self, op: str, stage: int) -> float:
-        """Return the time that ``op`` of ``stage`` takes; a whole backward is I and W together."""
+        """Return the time that ``op`` of ``stage`` takes."""
         if op == "F":
             return self.F[stage]
         if op == "I":
             return self.I[stage]
-        return self.W[stage] if op == "W" else self.I[stage] + self.W[stage]
+        return self.W[stage] if op == "W" else self.B[stage]
+
+    def joined(self) -> "StageCosts":
+        """Return costs at which I and W, apart, take together what B does, wherever that is less."""
+        i, w = [], []
+        for apart_i, apart_w, b in zip(self.I, self.W, self.B, strict=True):
+            gains = b < apart_i + apart_w
+            i.append(min(apart_i, b) if gains else apart_i)
+            w.append(b - i[-1] if gains else apart_w)
+        return replace(self, I=tuple(i), W=tuple(w))
 
     def work(self, stages: Sequence[int]) -> float:
         """Return the time that one microbatch needs on these stages: their F, I and W."""
@@ -60,7 +70,8 @@ class Costs:
     Args:
         F: forward; one number, or one for each stage.
         I: backward to the input; likewise.
-        W: backward to the weights; likewise. A whole backward, B, costs I + W.
+        W: backward to the weights; likewise.
+        B: a whole backward; likewise. I + W, unless given: in one piece it may cost less.
         comm: from the end of an action to its result's arrival at another rank. Nothing within a rank.
         memory_after_I: what I leaves of what F kept, until W: 1 is all of it, 0 nothing.
 
@@ -73,10 +84,13 @@ class Costs:
     W: float | Sequence[float] = 1.0
     comm: float = 0.0
     memory_after_I: float = 1.0  # noqa: N815 - the paper's letter
+    B: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         lengths: dict[str, int] = {}
-        for name in ("F", "I", "W"):
+        for name in ("F", "I", "W", "B"):
+            if getattr(self, name) is None and name == "B":
+                continue
             value = _frozen(name, getattr(self, name))
             object.__setattr__(self, name, value)
             if isinstance(value, tuple):
@@ -110,10 +124,12 @@ class Costs:
                 )
             return tuple(value)
 
+        i, w = resolve("I", self.I), resolve("W", self.W)
         return StageCosts(
             F=resolve("F", self.F),
-            I=resolve("I", self.I),
-            W=resolve("W", self.W),
+            I=i,
+            W=w,
+            B=tuple(map(sum, zip(i, w, strict=True))) if self.B is None else resolve("B", self.B),
             comm=self.comm,
             keeps=tuple(shares),
             keeps_after_i=tuple(self.memory_after_I * share for share in shares),

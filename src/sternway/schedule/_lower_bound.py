@@ -66,6 +66,7 @@ def lower_bound(costs: Costs, *, ranks: int, microbatches: int, memory_limit: fl
             microbatches=microbatches,
             memory_limit=memory_limit,
             stages_per_rank=stages_per_rank,
+            joined=True,
         )
     )
 

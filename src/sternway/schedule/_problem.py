@@ -100,15 +100,23 @@ class Problem:
         )
 
 
-def pose(costs: Costs, *, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1) -> Problem:
-    """Resolve a search's arguments, or say which of them cannot be met.
+def pose(
+    costs: Costs,
+    *,
+    ranks: int,
+    microbatches: int,
+    memory_limit: float,
+    stages_per_rank: int = 1,
+    joined: bool = False,
+) -> Problem:
+    """Resolve a search's arguments, or say which of them cannot be met; ``joined`` as in ``resolve``.
 
     Raises:
         ScheduleError: a count below 1, a limit in which not even one microbatch fits, or per-stage costs for
             another number of stages.
     """
     demand(costs, ranks, microbatches, memory_limit, stages_per_rank)
-    return resolve(costs, place(ranks, stages_per_rank), microbatches, memory_limit)
+    return resolve(costs, place(ranks, stages_per_rank), microbatches, memory_limit, joined=joined)
 
 
 def demand(costs: Costs, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1) -> None:
@@ -137,9 +145,17 @@ def demand(costs: Costs, ranks: int, microbatches: int, memory_limit: float, sta
         )
 
 
-def resolve(costs: Costs, placement: Placement, microbatches: int, memory_limit: float) -> Problem:
-    """Resolve costs for any placement that gives each rank equally many stages."""
+def resolve(
+    costs: Costs, placement: Placement, microbatches: int, memory_limit: float, *, joined: bool = False
+) -> Problem:
+    """Resolve costs for any placement that gives each rank equally many stages.
+
+    ``joined``: with I and W as cheap as a whole backward and still apart, which is better than can be had, and so what
+    a lower bound is made of.
+    """
     times = costs.per_stage(placement)
+    if joined:
+        times = times.joined()
     rank_of = [0] * len(times.F)
     for rank, stages in enumerate(placement):
         for stage in stages:

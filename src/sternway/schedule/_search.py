@@ -9,25 +9,33 @@ integer program; this search needs none, and is never worse on the paper's own r
     names ─────▶ named schedules ┘                                                              bound
                  └───────────────── stop wherever the proven lower bound is met ────────────────────┘
 
+All this plans I and W apart. Where a whole backward costs less, plans made so, plans made as if every W cost what it
+does in a whole backward, and named schedules have their I and W joined where that helps (``fuse``); the best is taken.
+
 Everything is a function of the arguments: budgets count steps, not seconds, and draws have a fixed seed.
 The same call gives the same schedule.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from sternway.errors import ScheduleError
 from sternway.schedule._clock import Times, clock, peak_memory
 from sternway.schedule._costs import Costs
 from sternway.schedule._exact import branch_and_bound
+from sternway.schedule._fuse import fuse
 from sternway.schedule._improve import improve
 from sternway.schedule._knobs import Knobs, grid, near
 from sternway.schedule._list_schedule import Policy, list_schedule
 from sternway.schedule._lower_bound import bound
+from sternway.schedule._make import make, names
 from sternway.schedule._named_words import named_words
 from sternway.schedule._pattern import patterns, repeat
 from sternway.schedule._problem import EPSILON, Problem, Words, pose, to_schedule
 from sternway.schedule._refill import refill
 from sternway.schedule._schedule import Schedule
+from sternway.schedule._simulate import simulate
 
 Progress = Callable[[int, int], None]
 
@@ -56,7 +64,8 @@ def search(
     """Return the best schedule found for these costs that stays within the memory limit.
 
     Best is what makes the longest busy span of a rank (first start to last end) shortest; among equals, the
-    makespan. ``lower_bound`` with the same arguments says how much better any schedule could be.
+    makespan. With ``costs.B`` it is the makespan alone. ``lower_bound`` with the same arguments says how much better
+    any schedule could be.
 
     Example:
         >>> from sternway.schedule import Costs
@@ -74,21 +83,42 @@ def search(
         progress: called with (done, total) as the search goes on.
 
     Returns:
-        A schedule of F, I and W; deterministic.
+        A schedule of F, I and W, and of B where ``costs.B`` makes it worth while; deterministic.
 
     Raises:
         ScheduleError: counts below 1, a limit in which not even one microbatch fits, or per-stage costs for
             another number of stages.
     """
-    problem = pose(
+    posed = partial(
+        pose,
         costs,
         ranks=ranks,
         microbatches=microbatches,
         memory_limit=memory_limit,
         stages_per_rank=stages_per_rank,
     )
+    problem = posed()
     name = {1: "search", 2: "search-v"}.get(stages_per_rank, "search-looped")
-    return to_schedule(problem, solve(problem, progress), name)
+    if costs.B is None:
+        return to_schedule(problem, solve(problem, progress), name)
+    plans = [to_schedule(each, solve(each), name) for each in (problem, posed(joined=True))]
+    fused = [fuse(plan, costs) for plan in (*plans, *_named(costs, problem))]
+    if progress is not None:
+        progress(1, 1)
+    return min(fused, key=lambda plan: simulate(plan, costs).makespan)
+
+
+def _named(costs: Costs, problem: Problem) -> list[Schedule]:
+    """The named schedules that place stages as the problem does and fit in its memory."""
+    found = []
+    for name in names():
+        try:
+            made = make(name, ranks=problem.ranks, microbatches=problem.microbatches)
+        except ScheduleError:
+            continue  # not for these numbers
+        if made.placement == problem.placement and simulate(made, costs).peak_memory <= problem.limit + EPSILON:
+            found.append(made)
+    return found
 
 
 def solve(problem: Problem, progress: Progress | None = None) -> Words:

@@ -130,7 +130,7 @@ class Cut:
 
     @property
     def is_read_as_it_runs(self) -> bool:
-        """Whether W's needs are read as the node is about to run: a checkpoint demands it, and unpacking is best then."""
+        """Whether W's needs are read as the node is about to run: a checkpoint demands it; unpacking is best then."""
         return self.packing is Packing.CHECKPOINT or (self.packing is Packing.OURS and self.runs_in_i)
 
     def read(self) -> None:

@@ -1,0 +1,91 @@
+"""I and W joined into whole backwards, wherever a step does not need them apart.
+
+Why: a backward in one piece costs less than its two halves, and most of a step's W have nothing to fill. Where a rank
+runs I and W of a microbatch close together anyway, joining them shortens its work; where the next rank waits for I, it
+would lengthen the step. So pairs are joined on trial and stay joined if the step gets no longer; and the other way
+round, from all joined, pairs are taken apart and stay so if it gets shorter. The better of the two is returned.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from sternway.errors import ScheduleError
+from sternway.schedule._action import Action, Overlap
+from sternway.schedule._costs import Costs
+from sternway.schedule._schedule import Schedule
+from sternway.schedule._simulate import simulate
+
+_BUDGET = 200_000
+"""Actions timed from each start; of a schedule with many, several pairs are tried at a time."""
+_EPSILON = 1e-9
+
+Pair = tuple[int, Action]  # a rank, and the I of a pair
+
+
+def fuse(schedule: Schedule, costs: Costs) -> Schedule:
+    """Return the schedule with I and W joined into B, where that makes its step shorter, or no longer for less work.
+
+    Memory never grows by it, since W only comes earlier. The same call gives the same schedule.
+
+    Example:
+        >>> from sternway import schedule
+        >>> s = schedule.make("zb-h1", ranks=2, microbatches=4)
+        >>> costs = schedule.Costs(F=1.0, I=1.2, W=1.0, B=1.9)
+        >>> fused = schedule.fuse(s, costs)
+        >>> fused.simulate(costs).makespan < s.simulate(costs).makespan
+        True
+
+    Args:
+        schedule: of F, I and W; what is joined already stays so.
+        costs: with ``B``, if a whole backward costs less than I + W; otherwise nothing is gained and nothing changes.
+
+    Raises:
+        ScheduleError: a schedule that cannot run to its end, or costs that do not fit it.
+    """
+    ScheduleError.unless(isinstance(schedule, Schedule), "a Schedule is fused", schedule, "make one")
+    stage_costs = costs.per_stage(schedule.placement)
+    gains = [i + w - b for i, w, b in zip(stage_costs.I, stage_costs.W, stage_costs.B, strict=True)]
+    pairs = [pair for pair in _pairs(schedule) if gains[pair[1].stage] > 0]
+    if not pairs:
+        return schedule
+    settled = [_settle(schedule, costs, pairs, start) for start in (frozenset[Pair](), frozenset(pairs))]
+    joined, _ = min(settled, key=lambda found: found[1])
+    return replace(_join(schedule, joined), name=f"{schedule.name}-fused") if joined else schedule
+
+
+def _settle(
+    schedule: Schedule, costs: Costs, pairs: list[Pair], joined: frozenset[Pair]
+) -> tuple[frozenset[Pair], float]:
+    """Join pairs that are apart, or take apart those that are joined, as long as it helps; which are joined then."""
+    makespan = simulate(_join(schedule, joined), costs).makespan
+    size = max(1, len(pairs) * sum(map(len, schedule.actions)) // _BUDGET)
+    tolerance = -_EPSILON if joined else _EPSILON  # between equals, joined is less work
+    for first in range(0, len(pairs), size):
+        tried = joined ^ frozenset(pairs[first : first + size])
+        length = simulate(_join(schedule, tried), costs).makespan
+        if length <= makespan * (1 + tolerance):
+            joined, makespan = tried, length
+    return joined, makespan
+
+
+def _pairs(schedule: Schedule) -> Iterator[Pair]:
+    """Every I that has a W of its own, with its rank; those that are nearest to their W come first."""
+    found = []
+    for rank, steps in enumerate(schedule.actions):
+        place = {step: index for index, step in enumerate(steps) if isinstance(step, Action)}
+        for step, index in place.items():
+            if step.op == "I" and (weight := replace(step, op="W")) in place:
+                found.append((place[weight] - index, index, rank, step))
+    for _, _, rank, step in sorted(found, key=lambda each: each[:3]):
+        yield rank, step
+
+
+def _join(schedule: Schedule, pairs: frozenset[Pair]) -> Schedule:
+    """The schedule with B in the place of each I of these, and their W left out."""
+    instead: list[dict[Action | Overlap, Action | None]] = [{} for _ in schedule.actions]
+    for rank, step in pairs:
+        instead[rank] |= {step: replace(step, op="B"), replace(step, op="W"): None}
+    actions = [
+        [places.get(step, step) for step in steps] for places, steps in zip(instead, schedule.actions, strict=True)
+    ]
+    return replace(schedule, actions=tuple(tuple(step for step in steps if step is not None) for steps in actions))
