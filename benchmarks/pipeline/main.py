@@ -3,8 +3,9 @@
     python benchmarks/pipeline/main.py [--json] [--rounds N] [--dims 64,256,512]
 
 Eight GPT blocks, eight microbatches of 2 × 64 tokens, two gloo ranks with one thread each. Each round runs one step in
-one process and one step by every schedule, in turn. Efficiency is the one-process step over (ranks × pipeline step),
-the median of the rounds' own ratios: 1 is no idle time and no overhead.
+one process, one in both at once without a pipeline, and one step by every schedule, in turn. Efficiency is the
+one-process step over (ranks × pipeline step), the median of the rounds' own ratios: 1 is no idle time and no overhead.
+The two steps side by side say what the machine leaves of that when all its cores are at work.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ TORCH = {  # name: stages on each rank
     "ScheduleZBVZeroBubble": ([0, 3], [1, 2]),
     "ScheduleDualPipeV": ([0, 3], [1, 2]),
 }
+SIDE_BY_SIDE = "side by side, no pipeline"
 OURS = ("1f1b", "zb-h1", "zb-v", "auto")
 
 
@@ -115,7 +117,7 @@ def measure(rank: int, dim: int, rounds: int) -> dict[str, Any]:
     pipes = {}
     for name in OURS:
         steps["sternway " + name], pipes[name] = our_step(name, dim, x[:2])
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    seconds: dict[str, list[float]] = {name: [] for name in (SIDE_BY_SIDE, *steps)}
     single: list[float] = []
     predicted: list[float] = []
     gc.disable()
@@ -126,6 +128,11 @@ def measure(rank: int, dim: int, rounds: int) -> dict[str, Any]:
             start = time.perf_counter()
             alone.step(x, target)
             single.append(time.perf_counter() - start)
+        dist.barrier()
+        start = time.perf_counter()
+        alone.step(x, target)
+        dist.barrier()
+        seconds[SIDE_BY_SIDE].append((time.perf_counter() - start) / RANKS)  # as many times the work
         for name, step in steps.items():
             dist.barrier()
             start = time.perf_counter()

@@ -87,3 +87,24 @@ def test_forwards_without_a_backward_do_not_pile_up(way: str) -> None:
     compiled(x).backward()
     assert len(state._wire.added) == 0
     assert "0 places" in repr(state)
+
+
+def test_no_cuda_graph_is_made_of_a_graph_with_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be replayed without them, from memory that they must not keep; a GPU test runs it so."""
+    from torch._inductor.output_code import CompiledFxGraph
+
+    reasons: list[str | None] = []
+    make = CompiledFxGraph.__init__
+
+    def made(self: CompiledFxGraph, *arguments: object, **options: object) -> None:
+        make(self, *arguments, **options)
+        reasons.append(self.disabled_cudagraphs_reason)
+
+    monkeypatch.setattr(CompiledFxGraph, "__init__", made)
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_cache", False)
+    state, seen = BackwardState(), []
+    compiled = torch.compile(lambda x: state.on_grad(x * 2, seen.append).sum(), fullgraph=True, mode="reduce-overhead")
+    compiled(torch.ones(3, requires_grad=True)).backward()
+    assert len(seen) == 1
+    assert len(reasons) == 2
+    assert all("BackwardState" in str(reason) for reason in reasons)

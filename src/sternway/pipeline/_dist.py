@@ -12,8 +12,6 @@ descriptions are sent again. A gradient needs none, being like its activation.
 from __future__ import annotations
 
 import pickle
-import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -36,7 +34,6 @@ from sternway.schedule._action import parts
 from sternway.split._tree import leaves
 
 AHEAD = 2  # receives posted before they are needed, from each rank in each direction
-_PINGS = 9
 _CONSTANTS = (type(None), bool, int, float, str)
 
 
@@ -254,19 +251,6 @@ class DistTransport(GroupTransport):
             self._specs.clear()
         self._signature = signature
         return [row[1 : 1 + len(facts)] for row in rows]
-
-    def delay(self, nbytes: int) -> float:
-        """Half of the way there and back between the first two ranks: the median of several."""
-        message = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=self.device)
-        group, found = self._groups["activations"], []
-        for _ in range(_PINGS if self.ranks > 1 and self.rank < 2 else 0):
-            there, start = self.members[1 - self.rank], time.perf_counter()
-            for is_send in (self.rank == 0, self.rank == 1):
-                self._wait(self._try(dist.isend if is_send else dist.irecv, message, there, group=group))
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            found.append((time.perf_counter() - start) / 2)
-        return self.gather([[statistics.median(found or [0.0])]])[0][0]
 
     def _not_done(self, place: int) -> Spot | None:
         """What the rank at this place in the watch has not done yet, if this rank waits for that."""

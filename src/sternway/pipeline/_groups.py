@@ -9,6 +9,8 @@ for it have their own connections cut.
 from __future__ import annotations
 
 import os
+import statistics
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -24,6 +26,8 @@ from sternway.pipeline._crew import Crew
 from sternway.pipeline._sockets import Sockets, cut, opened
 from sternway.pipeline._transport import Transport, device_of
 from sternway.pipeline._watch import Loss, Watch
+
+_PINGS = 9
 
 
 class GroupTransport(Transport):
@@ -76,6 +80,20 @@ class GroupTransport(Transport):
         rows = [torch.empty_like(mine) for _ in range(self.ranks)]
         self._try(dist.all_gather, rows, mine, group=self._groups["control"])
         return [row.tolist() for row in rows]
+
+    def delay(self, nbytes: int) -> float:
+        """Half of the way there and back between the first two ranks: the median of several."""
+        message = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=self.device)
+        group, found = self._groups["activations"], []
+        for _ in range(_PINGS if self.ranks > 1 and self.rank < 2 else 0):
+            there, start = self.members[1 - self.rank], time.perf_counter()
+            for is_send in (self.rank == 0, self.rank == 1):
+                work = self._try(dist.isend if is_send else dist.irecv, message, there, group=group)
+                self._try(work.wait)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            found.append((time.perf_counter() - start) / 2)
+        return self.gather([[statistics.median(found or [0.0])]])[0][0]
 
     def add(self, tensors: list[Tensor], ranks: Sequence[int]) -> None:
         group = self._subgroup(ranks)

@@ -97,22 +97,7 @@ def profile(
     PipelineError.unless(
         type(repeats) is int and 1 <= repeats <= 10**6, "repeats is a number from 1 on", repeats, "pass 5"
     )
-    PipelineError.unless(
-        isinstance(model, nn.Module)
-        or (isinstance(model, Sequence) and len(model) > 0 and all(isinstance(stage, nn.Module) for stage in model)),
-        "a model or a list of stages is profiled",
-        model,
-        "pass one",
-    )
-    if isinstance(model, nn.Module):
-        names = called_modules(model)
-        if not names:
-            raise PipelineError(
-                "a model that is profiled calls modules", got=type(model).__name__, fix="pass its stages"
-            )
-        modules = split_model(model, names[1:])
-    else:
-        modules, names = list(model), [str(index) for index in range(len(model))]
+    names, modules = _taken_apart(model)
     last = len(modules) - 1
     stages = [
         Stage(i, module, is_last=i == last, loss=(loss or _total) if i == last else None)
@@ -149,6 +134,24 @@ def profile(
         bytes_after_I=tuple(after_i for _, after_i in kept),
         sent_bytes=tuple(sent),
     )
+
+
+def _taken_apart(model: nn.Module | Sequence[nn.Module]) -> tuple[list[str], list[nn.Module]]:
+    """The stages to profile, and their names."""
+    if isinstance(model, nn.Module):
+        names = called_modules(model)
+        if not names:
+            raise PipelineError(
+                "a model that is profiled calls modules", got=type(model).__name__, fix="pass its stages"
+            )
+        return names, split_model(model, names[1:])
+    PipelineError.unless(
+        isinstance(model, Sequence) and len(model) > 0 and all(isinstance(stage, nn.Module) for stage in model),
+        "a model or a list of stages is profiled",
+        model,
+        "pass one",
+    )
+    return [str(index) for index in range(len(model))], list(model)
 
 
 def _total(output: Any, target: Any) -> Tensor:

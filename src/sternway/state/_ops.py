@@ -15,6 +15,9 @@ outside; ``_functionalized`` hands this one past it. Several gradients that are 
 
 Mistakes that are seen while tracing are raised when the graph runs (``refuse``), as the error that eager code raises:
 raised in the trace, they would come out as Dynamo's.
+
+A CUDA graph is recorded once and replayed without Python, from memory of its own. So Inductor is told to make none of a
+graph that has one of these.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from torch import Tensor
 from sternway.errors import EmptyStateError, StateError
 from sternway.state import _tracing
 from sternway.state._load import mark_of, wire_of
-from sternway.state._run import lent, run, run_together
+from sternway.state._run import run, run_together
 
 _LIBRARY = torch.library.Library("sternway", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's
 
@@ -69,11 +72,23 @@ def refuse(refusal: int) -> None:
 def operator(schema: str, key: str, kernel: Callable[..., Any], fake: Callable[..., Any] | None = None) -> None:
     """Define an operator: what it does when it runs, and when it is traced."""
     name = schema.partition("(")[0]
-    tags = (torch.Tag.cudagraph_unsafe,)  # what Python does is not replayed
-    _LIBRARY.define(schema, tags=tags)  # type: ignore[no-untyped-call]  # torch's
+    _LIBRARY.define(schema)  # type: ignore[no-untyped-call]  # torch's
     _LIBRARY.impl(name, kernel, key)  # type: ignore[no-untyped-call]
-    if fake is not None:
-        torch.library.register_fake(f"sternway::{name}", fake, lib=_LIBRARY)
+    if fake is None:
+        return
+
+    def traced(*arguments: Any) -> Any:
+        _forbid_cuda_graphs()
+        return fake(*arguments)
+
+    torch.library.register_fake(f"sternway::{name}", traced, lib=_LIBRARY)
+
+
+def _forbid_cuda_graphs() -> None:
+    """If it is Inductor that asks what an operator returns, it is just making a graph of it."""
+    virtualized = sys.modules.get("torch._inductor.virtualized")
+    if virtualized is not None and hasattr(virtualized.V.graph, "disable_cudagraphs_reason"):
+        virtualized.V.graph.disable_cudagraphs_reason = "a sternway.state.BackwardState, whose hooks run Python"
 
 
 def _mark(key: Tensor, graph: int, refusal: int) -> tuple[Tensor, Tensor]:
@@ -89,13 +104,12 @@ def _arrive(grad: Tensor, token: Tensor, index: int) -> Tensor:
     return torch.empty(0, device="cpu")
 
 
-def _give(grad: Tensor, token: Tensor, index: int, after: list[Tensor], replayed: bool = False) -> Tensor:
+def _give(grad: Tensor, token: Tensor, index: int, after: list[Tensor]) -> Tensor:
     mark = mark_of(token)
-    lend = Tensor.clone if replayed else lent
-    return run_together(mark, grad, index, lend) if after else run(mark, grad, lend)
+    return run_together(mark, grad, index) if after else run(mark, grad)
 
 
-def _functionalized(grad: Tensor, token: Tensor, index: int, after: list[Tensor], replayed: bool = False) -> Tensor:
+def _functionalized(grad: Tensor, token: Tensor, index: int, after: list[Tensor]) -> Tensor:
     def plain(tensor: Tensor) -> Tensor:
         torch._functionalize_sync(tensor)
         return torch._from_functional_tensor(tensor)
@@ -105,14 +119,8 @@ def _functionalized(grad: Tensor, token: Tensor, index: int, after: list[Tensor]
         dense = plain(grad)
         if 0 in dense.stride():  # one number for many places, as from sum(): what a hook returns would not fit there
             dense = dense.clone(memory_format=torch.contiguous_format)
-        out = torch.ops.sternway.state_give(dense, plain(token), index, [plain(each) for each in after], _will_replay())
+        out = torch.ops.sternway.state_give(dense, plain(token), index, [plain(each) for each in after])
     return torch._to_functional_tensor(out)
-
-
-def _will_replay() -> bool:
-    """Whether Inductor is compiling for CUDA graphs, whose tensors the next step overwrites."""
-    config = sys.modules.get("torch._inductor.config")
-    return config is not None and bool(config.triton.cudagraphs)
 
 
 _RUNS = "CompositeExplicitAutograd"  # on every device, below autograd
@@ -132,9 +140,9 @@ operator(
     lambda grad, token, index: torch.empty(0, device="cpu"),
 )
 operator(
-    "state_give(Tensor(a) grad, Tensor token, int index, Tensor[] after, bool replayed=False) -> Tensor(a)",
+    "state_give(Tensor(a) grad, Tensor token, int index, Tensor[] after) -> Tensor(a)",
     _RUNS,
     _give,
-    lambda grad, token, index, after, replayed=False: grad.view_as(grad),
+    lambda grad, token, index, after: grad.view_as(grad),
 )
 _LIBRARY.impl("state_give", _functionalized, "Functionalize")  # type: ignore[no-untyped-call]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,24 +10,22 @@ from torch import Tensor
 from sternway.errors import StateError
 from sternway.state._load import Mark, Running
 
-Lend = Callable[[Tensor], Tensor]
 
-
-def run(mark: Mark, grad: Tensor, lend: Lend) -> Tensor:
-    """The gradient after the mark's functions, each of which is lent what the one before it left."""
+def run(mark: Mark, grad: Tensor) -> Tensor:
+    """The gradient after the mark's functions, each of which gets what the one before it left."""
     with Running(mark):
         for fn in tuple(mark.fns):
-            grad = _replaced(fn(lend(grad)), grad)
+            grad = _replaced(fn(_lent(grad)), grad)
     return grad
 
 
-def run_together(mark: Mark, grad: Tensor, index: int, lend: Lend) -> Tensor:
-    """Gradient ``index`` of several that have all arrived, after functions that are lent them together."""
+def run_together(mark: Mark, grad: Tensor, index: int) -> Tensor:
+    """Gradient ``index`` of several that have all arrived, after functions that get them together."""
     if mark.given is None:
         grads, mark.arrived, mark.given = mark.arrived, {}, {}
         with Running(mark):
             for fn in tuple(mark.fns):
-                returned = fn({place: lend(grad) for place, grad in grads.items()}) or {}
+                returned = fn({place: _lent(grad) for place, grad in grads.items()}) or {}
                 mark.given |= {place: new for place, new in returned.items() if new is not None}
                 grads = {place: _replaced(returned.get(place), grad) for place, grad in grads.items()}
     return _replaced(mark.given.get(index), grad)
@@ -49,7 +46,7 @@ def run_eager(mark: Mark, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | No
     return tuple(came.get(place) for place in range(len(grads)))
 
 
-def lent(grad: Tensor) -> Tensor:
+def _lent(grad: Tensor) -> Tensor:
     """The gradient for a hook to look at, and to keep.
 
     Compiled code writes into buffers that it is done with. So a hook gets a copy that is made only when one of the two
