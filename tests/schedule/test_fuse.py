@@ -111,6 +111,34 @@ def test_many_pairs_are_tried_several_at_a_time():
     assert fused.simulate(costs).makespan < plan.simulate(costs).makespan
 
 
+def test_rounding_is_no_gain():
+    plan = make("zb-h2", ranks=2, microbatches=4)
+    assert fuse(plan, Costs(F=0.1, I=0.1, W=0.2, B=0.3)) is plan  # 0.1 + 0.2 is a little more than 0.3
+
+
+def test_of_two_plans_of_one_makespan_the_one_whose_ranks_are_free_sooner():
+    numbers = {"ranks": 4, "microbatches": 8, "memory_limit": 7}
+    costs = Costs(F=1, I=1.1, W=0.9, B=1.99)
+    apart = search(Costs(F=1, I=1.1, W=0.9), **numbers).simulate(costs)
+    found = search(costs, **numbers).simulate(costs)
+    assert (round(found.makespan, 6), round(found.cost, 6)) <= (round(apart.makespan, 6), round(apart.cost, 6))
+
+
+def test_progress_goes_on_to_the_end():
+    told = []
+    search(
+        Costs(B=1.5), ranks=2, microbatches=4, memory_limit=4, progress=lambda done, total: told.append(done / total)
+    )
+    assert len(told) > 5
+    assert told == sorted(told)
+    assert told[-1] == 1
+
+
+def test_costs_are_needed():
+    with pytest.raises(ScheduleError, match="costs are a Costs; got None"):
+        fuse(make("zb-h1", ranks=2, microbatches=2), None)
+
+
 def test_a_schedule_is_needed():
     with pytest.raises(ScheduleError, match="a Schedule is fused; got int 3"):
         fuse(3, Costs())

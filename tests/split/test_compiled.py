@@ -50,6 +50,20 @@ def test_i_computes_no_product_of_w() -> None:
     assert (graphs.early, graphs.late) == (2, 4)
 
 
+def test_several_outputs() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.left(x).tanh(), self.right(x)
+
+    model = Two()
+    pending = assert_compiled_equals_backward(model, x_of(5, 4), call=lambda m, x: torch.cat(m(x)))
+    assert names(model, pending.deferred) == {"left.weight", "left.bias", "right.weight", "right.bias"}
+
+
 def test_parameters_shared_with_an_eager_part() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:

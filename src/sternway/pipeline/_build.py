@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -53,7 +53,7 @@ def from_model(
 ) -> Built:
     """A whole model: cut it, keep this process's part."""
     names = called_modules(model)
-    measured = _measure(model, names, sample, loss, target, transport) if sample is not None else None
+    measured = _measure(model, sample, loss, target, transport)
     if isinstance(cuts, str):
         if cuts != "balanced":
             raise PipelineError('cuts are module names, or "balanced"', got=repr(cuts), fix='pass cuts="balanced"')
@@ -178,17 +178,19 @@ def _named(
     )
 
 
-def _measure(
-    model: nn.Module, names: list[str], sample: Any, loss: Loss | None, target: Any, transport: Transport
-) -> Profile:
-    """The first rank's measurements, for all ranks, so that all decide alike."""
-    n = len(names)
-    mine = [0.0] * (7 * n)
-    if not transport.mine or transport.mine == (0,):
-        found = profile(model, sample, loss=loss if target is not None else None, target=target)
-        sizes = (found.bytes_after_F, found.bytes_after_I, found.sent_bytes)
-        mine = [*found.F, *found.I, *found.W, *found.B, *(float(size) for kind in sizes for size in kind)]
-    row = transport.gather([mine])[0]
-    f, i, w, b = (tuple(row[k * n : (k + 1) * n]) for k in range(4))
-    after_f, after_i, sent = (tuple(map(int, row[k * n : (k + 1) * n])) for k in range(4, 7))
-    return Profile(tuple(names), f, i, w, b, after_f, after_i, sent, transport.delay(max(sent)))
+def _measure(model: nn.Module, sample: Any, loss: Loss | None, target: Any, transport: Transport) -> Profile | None:
+    """What the first rank measured, for all ranks, so that all decide alike; None if it was given no sample.
+
+    All that have a sample measure at once, as they will work at once: cores share caches and memory.
+    """
+    found, problem = None, None
+    if sample is not None:
+        try:
+            found = profile(model, sample, loss=loss if target is not None else None, target=target)
+        except PipelineError as error:
+            problem = error.rule, error.got, error.fix
+    found, problem = transport.crew().share((found, problem))[0]
+    if problem is not None:
+        rule, got, fix = problem
+        raise PipelineError(rule, got=got, fix=fix)
+    return None if found is None else replace(found, comm=transport.delay(max(found.sent_bytes)))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,9 @@ from sternway.pipeline._partition import called_modules, split_model
 from sternway.pipeline._payload import pack
 from sternway.pipeline._stage import MAIN, Loss, Microbatch, Payload, Stage
 from sternway.schedule import Costs
+
+_GAIN = 0.97
+"""How far below I + W a whole backward must be, to count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,17 @@ class Profile:
 
     @property
     def costs(self) -> Costs:
-        """As ``schedule.search`` and ``simulate`` take them, one number for each stage."""
+        """As ``schedule.search`` and ``simulate`` take them, one number for each stage.
+
+        B is left out where it gains too little over I and W to be told from noise.
+        """
         kept = sum(self.bytes_after_F)
+        gains = sum(self.B) < _GAIN * (sum(self.I) + sum(self.W))
         return Costs(
             F=self.F,
             I=self.I,
             W=self.W,
-            B=self.B,
+            B=self.B if gains else None,
             comm=self.comm,
             memory_after_I=min(1.0, sum(self.bytes_after_I) / kept) if kept else 1.0,
         )
@@ -108,21 +115,18 @@ def profile(
     rows: list[list[tuple[float, ...]]] = [[] for _ in stages]
     kept: list[tuple[int, int]] = [(0, 0)] * len(stages)
     sent = [0] * len(stages)
-    saved = [[parameter.grad for parameter in module.parameters()] for module in modules]
-    for number in range(repeats + 1):
-        try:
-            _once(stages, microbatch, rows, kept, sent, weigh=number == 0)  # the first one warms up, too
-        except PipelineError:
-            raise
-        except Exception as error:
-            raise PipelineError(
-                "the sample goes through the model, forward and back",
-                got=f"{type(error).__name__}: {error}",
-                fix="pass one microbatch, as a tensor or a tuple of arguments",
-            ) from error
-    for module, grads in zip(modules, saved, strict=True):
-        for parameter, grad in zip(module.parameters(), grads, strict=True):
-            parameter.grad = grad
+    with _own_gradients(modules):
+        for number in range(repeats + 1):
+            try:
+                _once(stages, microbatch, rows, kept, sent, weigh=number == 0)  # the first one warms up, too
+            except PipelineError:
+                raise
+            except Exception as error:
+                raise PipelineError(
+                    "the sample goes through the model, forward and back",
+                    got=f"{type(error).__name__}: {error}",
+                    fix="pass one microbatch, as a tensor or a tuple of arguments",
+                ) from error
     f, i, w, b = zip(*(map(statistics.median, zip(*stage[1:], strict=True)) for stage in rows), strict=True)
     return Profile(
         names=tuple(names),
@@ -134,6 +138,20 @@ def profile(
         bytes_after_I=tuple(after_i for _, after_i in kept),
         sent_bytes=tuple(sent),
     )
+
+
+@contextmanager
+def _own_gradients(modules: list[nn.Module]) -> Iterator[None]:
+    """Put the parameters' gradients aside, and back."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    aside = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, grad in zip(parameters, aside, strict=True):
+            parameter.grad = grad
 
 
 def _taken_apart(model: nn.Module | Sequence[nn.Module]) -> tuple[list[str], list[nn.Module]]:

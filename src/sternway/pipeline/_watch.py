@@ -178,8 +178,8 @@ class Watch:
         if self.loss is not None:
             return
         if (loss := self._news()) is not None:
-            self._store.set(f"heard/{self._rank}", "")
             self._decide(loss)
+            self._store.set(f"heard/{self._rank}", "")
 
     def _news(self) -> Loss | None:
         """The first word on a loss, whether it is another rank's or this one's own."""

@@ -15,7 +15,7 @@ from sternway.schedule._lower_bound import bound
 from sternway.schedule._make import make, names
 from sternway.schedule._problem import EPSILON, demand, resolve
 from sternway.schedule._schedule import Schedule
-from sternway.schedule._search import Progress, search
+from sternway.schedule._search import Progress, half_of, search
 from sternway.schedule._timeline import Timeline
 
 
@@ -153,16 +153,9 @@ def _builders(
                 microbatches=microbatches,
                 memory_limit=memory_limit,
                 stages_per_rank=stages_per_rank,
-                progress=_half(progress, half),
+                progress=half_of(progress, half),
             ),
         )
-
-
-def _half(progress: Progress | None, half: int) -> Progress | None:
-    """Return a progress, in thousandths, for one of two searches that are each half of the whole."""
-    if progress is None:
-        return None
-    return lambda done, total: progress(1000 * half + 1000 * done // total, 2000)
 
 
 def _measure(name: str, schedule: Schedule, costs: Costs, memory_limit: float) -> Row:

@@ -15,7 +15,7 @@ from sternway.schedule._costs import Costs
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._simulate import simulate
 
-_BUDGET = 200_000
+_BUDGET = 50_000
 """Actions timed from each start; of a schedule with many, several pairs are tried at a time."""
 _EPSILON = 1e-9
 
@@ -43,9 +43,11 @@ def fuse(schedule: Schedule, costs: Costs) -> Schedule:
         ScheduleError: a schedule that cannot run to its end, or costs that do not fit it.
     """
     ScheduleError.unless(isinstance(schedule, Schedule), "a Schedule is fused", schedule, "make one")
+    ScheduleError.unless(isinstance(costs, Costs), "costs are a Costs", costs, "pass schedule.Costs(I=1, W=1, B=1.8)")
     stage_costs = costs.per_stage(schedule.placement)
-    gains = [i + w - b for i, w, b in zip(stage_costs.I, stage_costs.W, stage_costs.B, strict=True)]
-    pairs = [pair for pair in _pairs(schedule) if gains[pair[1].stage] > 0]
+    apart_and_joined = zip(stage_costs.I, stage_costs.W, stage_costs.B, strict=True)
+    gains = [b < (i + w) * (1 - _EPSILON) for i, w, b in apart_and_joined]
+    pairs = [pair for pair in _pairs(schedule) if gains[pair[1].stage]]
     if not pairs:
         return schedule
     settled = [_settle(schedule, costs, pairs, start) for start in (frozenset[Pair](), frozenset(pairs))]
@@ -53,19 +55,25 @@ def fuse(schedule: Schedule, costs: Costs) -> Schedule:
     return replace(_join(schedule, joined), name=f"{schedule.name}-fused") if joined else schedule
 
 
+def length(schedule: Schedule, costs: Costs) -> tuple[float, float]:
+    """How long a step is: its makespan, and among equals the longest span of a rank; rounding makes no difference."""
+    timeline = simulate(schedule, costs)
+    return float(f"{timeline.makespan:.9g}"), float(f"{timeline.cost:.9g}")
+
+
 def _settle(
     schedule: Schedule, costs: Costs, pairs: list[Pair], joined: frozenset[Pair]
-) -> tuple[frozenset[Pair], float]:
+) -> tuple[frozenset[Pair], tuple[float, float]]:
     """Join pairs that are apart, or take apart those that are joined, as long as it helps; which are joined then."""
-    makespan = simulate(_join(schedule, joined), costs).makespan
+    best = length(_join(schedule, joined), costs)
     size = max(1, len(pairs) * sum(map(len, schedule.actions)) // _BUDGET)
-    tolerance = -_EPSILON if joined else _EPSILON  # between equals, joined is less work
+    joining = not joined
     for first in range(0, len(pairs), size):
         tried = joined ^ frozenset(pairs[first : first + size])
-        length = simulate(_join(schedule, tried), costs).makespan
-        if length <= makespan * (1 + tolerance):
-            joined, makespan = tried, length
-    return joined, makespan
+        found = length(_join(schedule, tried), costs)
+        if found < best or (found == best and joining):  # between equals, joined is less work
+            joined, best = tried, found
+    return joined, best
 
 
 def _pairs(schedule: Schedule) -> Iterator[Pair]:

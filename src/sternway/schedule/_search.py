@@ -24,7 +24,7 @@ from sternway.errors import ScheduleError
 from sternway.schedule._clock import Times, clock, peak_memory
 from sternway.schedule._costs import Costs
 from sternway.schedule._exact import branch_and_bound
-from sternway.schedule._fuse import fuse
+from sternway.schedule._fuse import fuse, length
 from sternway.schedule._improve import improve
 from sternway.schedule._knobs import Knobs, grid, near
 from sternway.schedule._list_schedule import Policy, list_schedule
@@ -64,7 +64,7 @@ def search(
     """Return the best schedule found for these costs that stays within the memory limit.
 
     Best is what makes the longest busy span of a rank (first start to last end) shortest; among equals, the
-    makespan. With ``costs.B`` it is the makespan alone. ``lower_bound`` with the same arguments says how much better
+    makespan. With ``costs.B`` it is the other way round. ``lower_bound`` with the same arguments says how much better
     any schedule could be.
 
     Example:
@@ -101,11 +101,17 @@ def search(
     name = {1: "search", 2: "search-v"}.get(stages_per_rank, "search-looped")
     if costs.B is None:
         return to_schedule(problem, solve(problem, progress), name)
-    plans = [to_schedule(each, solve(each), name) for each in (problem, posed(joined=True))]
-    fused = [fuse(plan, costs) for plan in (*plans, *_named(costs, problem))]
-    if progress is not None:
-        progress(1, 1)
-    return min(fused, key=lambda plan: simulate(plan, costs).makespan)
+    plans = _named(costs, problem)
+    for half, each in enumerate((problem, posed(joined=True))):
+        plans.append(to_schedule(each, solve(each, half_of(progress, half)), name))
+    return min((fuse(plan, costs) for plan in plans), key=lambda plan: length(plan, costs))
+
+
+def half_of(progress: Progress | None, half: int) -> Progress | None:
+    """Return a progress, in thousandths, for one of two searches that are each half of the whole."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(1000 * half + 1000 * done // total, 2000)
 
 
 def _named(costs: Costs, problem: Problem) -> list[Schedule]:

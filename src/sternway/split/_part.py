@@ -89,7 +89,9 @@ class Part:
             )
 
     def value(self, transposed: bool = False) -> Tensor:
-        return self.grad if self.later is None else self.later.gradient(self.grad, transposed)
+        if self.later is not None:
+            return self.later.gradient(self.grad, transposed)
+        return self.grad.mT if transposed else self.grad
 
     def compute_if_from(self, storages: set[int]) -> None:
         """Compute the value now, if it is made from one of these storages."""

@@ -141,14 +141,14 @@ class _Planner:
     def look_up(self, kind: type, node: Node) -> Operands | None:
         """The rules for a kind of node, if any; raises SplitError for one that cannot be split."""
         name = kind.__name__
-        if name in UNSUPPORTED:
-            UNSUPPORTED[name](node)
-        elif issubclass(kind, BackwardCFunction) and len(node._input_metadata) != 1:
-            return None  # a rule is for nodes with one output, and each of a custom Function's may have another number
-        elif not issubclass(kind, BackwardCFunction):
-            self.kinds[kind] = RULES.get(name)
         if name == "CompiledFunctionBackward":
             self.compiled_kinds.add(kind)
+        if name in UNSUPPORTED:
+            UNSUPPORTED[name](node)
+        elif not issubclass(kind, BackwardCFunction):
+            self.kinds[kind] = RULES.get(name)
+        elif len(node._input_metadata) != 1:
+            return None  # a rule is for nodes with one output, and each of a custom Function's may have another number
         return RULES.get(name)
 
     def past_leaves(self, node: Node, edges: Sequence[Edge]) -> list[Edge]:
