@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from sternway.errors import ScheduleError
 from sternway.schedule import Costs, fuse, lower_bound, make, names, search
+from sternway.schedule._problem import place
 
 APART = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 time = st.floats(0.1, 3.0)
@@ -48,25 +49,10 @@ def test_fusing_never_lengthens_a_step_and_holds_no_more(name, ranks, microbatch
     assert all(mine <= other + 1e-9 for mine, other in zip(after.peaks, before.peaks, strict=True))
     assert max(after.busy) <= max(before.busy) * (1 + 1e-9)
     assert fuse(plan, costs) == fused
-    bound = lower_bound(
-        costs,
-        ranks=ranks,
-        microbatches=microbatches,
-        memory_limit=max(after.peak_memory, 1.0),
-        stages_per_rank=plan.stages_per_rank,
-    )
-    if (
-        plan.stages_per_rank < 3
-        and plan.placement
-        == search(
-            costs,
-            ranks=ranks,
-            microbatches=microbatches,
-            memory_limit=max(after.peak_memory, 1.0),
-            stages_per_rank=plan.stages_per_rank,
-        ).placement
-    ):
-        assert bound <= after.cost * (1 + 1e-9)
+    if plan.placement == place(ranks, plan.stages_per_rank):
+        limit = max(after.peak_memory, 1.0)
+        numbers = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": plan.stages_per_rank}
+        assert lower_bound(costs, memory_limit=limit, **numbers) <= after.cost * (1 + 1e-9)
 
 
 def test_nothing_is_joined_where_nothing_is_gained():
