@@ -32,6 +32,7 @@ SURFACE = {
         "check",
         "from_csv",
         "from_json",
+        "fuse",
         "lower_bound",
         "make",
         "names",

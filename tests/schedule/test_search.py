@@ -47,6 +47,14 @@ def test_the_bound_proves_the_papers_schedules_at_one_p_optimal(row):
     assert round(1 - work / bound, 4) == row["bubble_rate"]["zb-1p"]
 
 
+def test_next_to_nothing_left_after_i():
+    costs = Costs(memory_after_I=2.2e-313)
+    assert lower_bound(costs, ranks=2, microbatches=2, memory_limit=2) == lower_bound(
+        Costs(memory_after_I=0.0), ranks=2, microbatches=2, memory_limit=2
+    )
+    search(costs, ranks=2, microbatches=2, memory_limit=2).check(memory_limit=2, costs=costs)
+
+
 def test_two_stages_a_rank_have_no_bubble_in_the_memory_of_1f1b():
     costs = Costs(F=1.0, I=1.0, W=1.0)
     timeline = search(costs, ranks=4, microbatches=8, memory_limit=4, stages_per_rank=2).simulate(costs)

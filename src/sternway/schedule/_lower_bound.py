@@ -148,7 +148,7 @@ class _View:
         problem = self.problem
         if not 0 < problem.leaves <= problem.keeps:
             return 0
-        spare = (problem.limit - problem.keeps) / problem.leaves
+        spare = min(self.forwards, (problem.limit - problem.keeps) / problem.leaves)  # may be more than can be counted
         return max(0, math.ceil(self.forwards - 1 - spare - EPSILON))
 
     def rounds(self) -> float:
