@@ -56,7 +56,6 @@ def test_costs_of_a_rank_are_shared_by_its_stages():
     assert each.of("B", 0) == 2.5
     assert each.keeps == (0.5, 1.0, 1.0, 0.5)
     assert each.keeps_after_i == (0.25, 0.5, 0.5, 0.25)
-    assert each.work((0, 3)) == 7.0
 
 
 def test_costs_of_each_stage_are_used_as_they_are():

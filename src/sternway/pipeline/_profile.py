@@ -38,13 +38,13 @@ class Profile:
     I: tuple[float, ...]  # noqa: E741 - the paper's letter
     W: tuple[float, ...]
     B: tuple[float, ...]
-    """A backward in one piece, which costs less than I and W."""
+    """A backward in one piece."""
     bytes_after_F: tuple[int, ...]  # noqa: N815
     bytes_after_I: tuple[int, ...]  # noqa: N815
     sent_bytes: tuple[int, ...]
     """What each stage sends on for one microbatch."""
     comm: float = 0.0
-    """Seconds from one rank to another, where there were two to measure it between."""
+    """Seconds that a message takes; ``profile`` knows one process only, and a ``Pipeline`` measures it."""
 
     @property
     def costs(self) -> Costs:

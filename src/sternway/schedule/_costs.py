@@ -51,10 +51,6 @@ class StageCosts:
             w.append(b - i[-1] if gains else apart_w)
         return replace(self, I=tuple(i), W=tuple(w))
 
-    def work(self, stages: Sequence[int]) -> float:
-        """Return the time that one microbatch needs on these stages: their F, I and W."""
-        return math.fsum(self.F[s] + self.I[s] + self.W[s] for s in stages)
-
 
 @dataclass(frozen=True, slots=True)
 class Costs:
