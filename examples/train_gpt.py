@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", help="a folder to save to, and to go on from")
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument(
-        "--silence", type=float, default=30, help="after so many seconds without a sign, a rank is lost"
+        "--heartbeat-timeout", type=float, default=30, help="after so many seconds without a sign, a rank is lost"
     )
     arguments = parser.parse_args()
     schedule = arguments.schedule or ("zb-h1" if arguments.checkpoint else "auto")
@@ -54,11 +54,11 @@ def main() -> None:
         model,
         cuts="balanced",
         schedule=schedule,
-        num_microbatches=arguments.microbatches,
-        loss=loss,
+        n_microbatches=arguments.microbatches,
+        loss_fn=loss,
         sample=x[:2] if schedule == "auto" else None,
         sample_target=target[:2],
-        silence=arguments.silence,
+        heartbeat_timeout=arguments.heartbeat_timeout,
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     found = pipe.resume(arguments.checkpoint, optimizer) if arguments.checkpoint else None

@@ -65,7 +65,7 @@ X = torch.randn(4, 4)
 
 
 def pipe(**options: Any) -> pipeline.Pipeline:
-    known = {"schedule": "1f1b", "num_microbatches": 2, "ranks": 2, "loss": F.mse_loss}
+    known = {"schedule": "1f1b", "n_microbatches": 2, "ranks": 2, "loss": F.mse_loss}
     stages = options.pop("stages", None)
     arguments = known | {"transport": pipeline.LocalTransport()} | options
     return pipeline.Pipeline(model() if stages is None else stages, **arguments)
@@ -85,7 +85,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "search microbatches": lambda v: schedule.search(COSTS, ranks=2, microbatches=v, memory_limit=2),
     "search limit": lambda v: schedule.search(COSTS, ranks=2, microbatches=2, memory_limit=v),
     "search stages": lambda v: schedule.search(COSTS, ranks=2, microbatches=2, memory_limit=2, stages_per_rank=v),
-    "best costs": lambda v: schedule.best(v, ranks=2, microbatches=2, memory_limit=2),
+    "compare costs": lambda v: schedule.compare(v, ranks=2, microbatches=2, memory_limit=2),
     "lower_bound ranks": lambda v: schedule.lower_bound(COSTS, ranks=v, microbatches=2, memory_limit=2),
     "from_csv": schedule.from_csv,
     "from_json": schedule.from_json,
@@ -119,14 +119,14 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     **{
         f"Pipeline {name}": lambda v, name=name: pipe(**{name: v})
         for name in (
-            *("schedule", "num_microbatches", "ranks", "loss", "cuts", "sample", "memory_limit", "tied"),
+            *("schedule", "n_microbatches", "ranks", "loss", "cuts", "sample", "memory_limit", "tied"),
             *("skips", "mesh", "chunk", "reports"),
         )
     },
     "transport": lambda v: pipe(transport=v),
     "step inputs": lambda v: pipe().step(v, target=X),
     "step target": lambda v: pipe().step(X, target=v),
-    "step everywhere": lambda v: pipe().step(X, target=X, everywhere=v),
+    "step stage_kwargs": lambda v: pipe().step(X, target=X, stage_kwargs=v),
     "step nonfinite": lambda v: pipe().step(X, target=X, nonfinite=v),
     "clip_grad_norm_": lambda v: pipe().clip_grad_norm_(v),
     "load_state_dict": lambda v: pipe().load_state_dict(v),

@@ -38,7 +38,7 @@ class Run:
     ranks: int = 4
     schedule: str = "zb-h1"
     save_every: int = 2
-    silence: float = 4.0
+    heartbeat_timeout: float = 4.0
 
 
 @dataclass(slots=True)
@@ -147,7 +147,9 @@ def loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def _train(rank: int, run: Run, fault: Fault | None, said: Connection) -> str:
     torch.manual_seed(0)
     model = GPT(vocabulary=VOCABULARY, dim=16, heads=2, layers=max(4, run.ranks), length=LENGTH)
-    pipe = Pipeline(model, schedule=run.schedule, num_microbatches=MICROBATCHES, loss=loss, silence=run.silence)
+    pipe = Pipeline(
+        model, schedule=run.schedule, n_microbatches=MICROBATCHES, loss_fn=loss, heartbeat_timeout=run.heartbeat_timeout
+    )
     optimizer = torch.optim.AdamW(pipe.parameters(), 1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, run.steps)
     found = pipe.resume(run.directory, optimizer, scheduler=scheduler)

@@ -102,7 +102,7 @@ def summary(lives: list[tuple[Fault, Life]], lost: int, identical: bool, seconds
         "kinds": dict(Counter(fault.kind for fault, _ in struck)),
         "phases": dict(Counter(fault.phase for fault, _ in struck)),
         "ranks": 4,
-        "silence": Run(Path(), 0).silence,
+        "heartbeat_timeout": Run(Path(), 0).heartbeat_timeout,
         "seconds": round(seconds),
         "torch": torch.__version__,
         "python": platform.python_version(),

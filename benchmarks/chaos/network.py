@@ -116,7 +116,7 @@ def story(folder: Path, steps: int, cuts: list[float], limit: float = 240.0) -> 
     """Train ``steps`` steps; the link is cut each time that some more are saved."""
     saved = folder / "checkpoints"
     with TwoMachines() as machines:
-        arguments = ["--steps", str(steps), "--checkpoint", str(saved), "--save-every", "2", "--silence", "5"]
+        arguments = ["--steps", str(steps), "--checkpoint", str(saved), "--save-every", "2", "--heartbeat-timeout", "5"]
         arguments += ["--dim", "32", "--microbatches", "4"]
         started = [machines.start(number, folder / f"machine-{number}.log", *arguments) for number in range(2)]
         end = time.monotonic() + limit

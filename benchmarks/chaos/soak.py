@@ -52,7 +52,7 @@ def work(rank: int, port: int, folder: str, steps: int, every: int, said: Any) -
     dist.init_process_group("gloo", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = GPT(vocabulary=VOCABULARY, dim=16, heads=2, layers=4, length=LENGTH)
-    pipe = Pipeline(model, schedule="zb-h1", num_microbatches=MICROBATCHES, loss=loss)
+    pipe = Pipeline(model, schedule="zb-h1", n_microbatches=MICROBATCHES, loss_fn=loss)
     optimizer = torch.optim.AdamW(pipe.parameters(), 1e-3)
     uses, saving = [], None
     for step in range(steps):

@@ -36,9 +36,9 @@ def main() -> None:
     pipe = Pipeline(
         gpt(arguments.dim, arguments.layers),
         schedule="1f1b",
-        num_microbatches=2,
+        n_microbatches=2,
         ranks=2,
-        loss=F.mse_loss,
+        loss_fn=F.mse_loss,
         transport=LocalTransport(),
     )
     optimizer = torch.optim.AdamW(pipe.parameters())

@@ -88,8 +88,8 @@ def our_step(name: str, dim: int, sample: Tensor) -> tuple[Callable[[Tensor, Ten
     pipe = pipeline.Pipeline(
         _model(dim),
         schedule=name,
-        num_microbatches=MICROBATCHES,
-        loss=F.mse_loss,
+        n_microbatches=MICROBATCHES,
+        loss_fn=F.mse_loss,
         sample=sample if name == "auto" else None,
         sample_target=torch.zeros_like(sample),
     )

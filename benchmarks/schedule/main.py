@@ -45,7 +45,7 @@ def quality() -> list[dict[str, Any]]:
                 record[f"{name}-{label}"] = {
                     "seconds": seconds,
                     "peak_memory": timeline.peak_memory,
-                    "over_bound": timeline.cost / lower_bound(costs, **asked) - 1,
+                    "over_bound": timeline.span / lower_bound(costs, **asked) - 1,
                 }
         records.append(record)
     return records
@@ -58,7 +58,7 @@ def speed(sizes: tuple[tuple[int, int], ...]) -> list[dict[str, Any]]:
         for limit in (ranks // 2, ranks, 2 * ranks):
             asked = {"ranks": ranks, "microbatches": microbatches, "memory_limit": limit}
             seconds, found = timed(lambda asked=asked: search(COSTS, **asked))
-            over = found.simulate(COSTS).cost / lower_bound(COSTS, **asked) - 1
+            over = found.simulate(COSTS).span / lower_bound(COSTS, **asked) - 1
             records.append({"what": "search", **asked, "seconds": seconds, "over_bound": over})
     ranks, microbatches = sizes[-1]
     found = make("zb-h2", ranks=ranks, microbatches=microbatches)

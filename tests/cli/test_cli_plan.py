@@ -44,7 +44,7 @@ def fake_best(costs, *, ranks, microbatches, memory_limit, progress=None):
         s = schedule.make(name, ranks=ranks, microbatches=microbatches)
         t = s.simulate(costs)
         fits = t.peak_memory <= memory_limit
-        gap = t.cost / max(t.busy) - 1
+        gap = t.span / max(t.busy) - 1
         rows.append(Row(name, s, t, t.peak_memory, t.bubble_rate, t.makespan, gap, fits))
         progress(done + 1, 3)
     return Comparison(tuple(rows), (("dualpipe-v", "too few microbatches"),))

@@ -18,7 +18,7 @@ FAULTS = [
 
 
 def test_killed_and_resumed_ends_with_the_same_bits(tmp_path: Path) -> None:
-    run = Run(tmp_path / "disturbed", steps=8, silence=3)
+    run = Run(tmp_path / "disturbed", steps=8, heartbeat_timeout=3)
     calm = live(replace(run, directory=tmp_path / "calm"), None)
     assert calm.weights
     for fault in FAULTS:

@@ -28,7 +28,7 @@ def _pipe(schedule: str, **options: Any) -> tuple[Pipeline, torch.optim.Optimize
     torch.manual_seed(0)
     model = GPT(vocabulary=VOCABULARY, dim=8, heads=2, layers=6, length=LENGTH)
     model.head.weight = model.tokens.weight
-    pipe = Pipeline(model, schedule=schedule, num_microbatches=4, loss=_loss, **options)
+    pipe = Pipeline(model, schedule=schedule, n_microbatches=4, loss_fn=_loss, **options)
     return pipe, torch.optim.AdamW(pipe.parameters(), 1e-2)
 
 

@@ -24,7 +24,7 @@ def _pipe() -> tuple[Pipeline, torch.optim.Optimizer]:
     torch.manual_seed(0)
     stages = {index: gpt(DIM, 1).cuda() for index in range(2)}
     pipe = Pipeline(
-        stages, schedule="zb-h1", num_microbatches=2, ranks=2, loss=F.mse_loss, transport=LocalTransport("cuda")
+        stages, schedule="zb-h1", n_microbatches=2, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport("cuda")
     )
     return pipe, torch.optim.AdamW(pipe.parameters(), 1e-2)
 

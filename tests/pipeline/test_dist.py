@@ -38,7 +38,7 @@ def _every_schedule(rank: int, ranks: int, microbatches: int, names: list[str]) 
         plan = schedule.make(name, ranks=ranks, microbatches=microbatches)
         mine, reference = _stages(plan.num_stages), nn.Sequential(*_stages(plan.num_stages))
         held = {index: mine[index] for index in plan.placement[rank]}
-        pipe = Pipeline(held, schedule=plan, loss=F.mse_loss)
+        pipe = Pipeline(held, schedule=plan, loss_fn=F.mse_loss)
         torch.manual_seed(1)
         for length in (4, 4, 6, 4):  # the same shapes again, others, and back
             x, target = _batch(2 * microbatches, length)
@@ -90,7 +90,7 @@ def _dynamic(rank: int) -> None:
     torch.manual_seed(0)
     stages, reference = (nn.ModuleList([Variable(), UsesVariable()]) for _ in range(2))
     reference.load_state_dict(stages.state_dict())
-    pipe = Pipeline({rank: stages[rank]}, schedule="zb-h1", num_microbatches=3, loss=F.mse_loss, dynamic=True)
+    pipe = Pipeline({rank: stages[rank]}, schedule="zb-h1", n_microbatches=3, loss_fn=F.mse_loss, dynamic=True)
     torch.manual_seed(1)
     for _ in range(3):
         x, target = torch.randn(9, DIM), torch.randn(3, DIM)
@@ -115,7 +115,7 @@ def _whole_model(rank: int) -> None:
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
     tokens = torch.randint(0, 11, (8, 6))
-    pipe = Pipeline(model, schedule="auto", num_microbatches=4, loss=loss, sample=tokens[:2], sample_target=tokens[:2])
+    pipe = Pipeline(model, schedule="auto", n_microbatches=4, loss_fn=loss, sample=tokens[:2], sample_target=tokens[:2])
     assert pipe.costs.comm > 0  # a message takes its time
     mine = torch.optim.AdamW(pipe.parameters(), 1e-3)
     theirs = torch.optim.AdamW(reference.parameters(), 1e-3)
@@ -142,7 +142,7 @@ def _samples(rank: int) -> None:
     def build(sample: Tensor | None) -> Pipeline:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))
-        return Pipeline(model, schedule="auto", num_microbatches=2, loss=F.mse_loss, sample=sample)
+        return Pipeline(model, schedule="auto", n_microbatches=2, loss_fn=F.mse_loss, sample=sample)
 
     for broken in (torch.randn(2, DIM + 1), torch.randn(2, DIM + 1) if rank == 0 else torch.randn(2, DIM)):
         with pytest.raises(
@@ -163,7 +163,7 @@ def _data_parallel(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     copy, place = rank // 2, rank % 2
     mine, reference = _stages(2), nn.Sequential(*_stages(2))
-    pipe = Pipeline({place: mine[place]}, schedule="zb-h1", num_microbatches=2, loss=F.mse_loss, mesh=mesh)
+    pipe = Pipeline({place: mine[place]}, schedule="zb-h1", n_microbatches=2, loss_fn=F.mse_loss, mesh=mesh)
     torch.manual_seed(1)
     for _ in range(2):
         x, target = _batch(8)
@@ -192,7 +192,7 @@ class Breaks(nn.Module):
 
 def _breaks(rank: int, ranks: int, broken: int) -> None:
     stage = Breaks() if rank == broken else nn.Linear(DIM, DIM)
-    pipe = Pipeline({rank: stage}, schedule="1f1b", num_microbatches=4, loss=F.mse_loss)
+    pipe = Pipeline({rank: stage}, schedule="1f1b", n_microbatches=4, loss_fn=F.mse_loss)
     start = time.monotonic()
     with pytest.raises(
         PipelineError, match=rf"{broken}F2 did not \(rank {broken}, stage {broken}.*ValueError: no luck"
@@ -211,7 +211,7 @@ def test_an_error_in_one_stage_is_an_error_on_every_rank(ranks: int, broken: int
 
 def _misfits(rank: int) -> None:
     def build(stages: dict[int, nn.Module], **options: Any) -> Pipeline:
-        return Pipeline(stages, **{"schedule": "1f1b", "num_microbatches": 2, "loss": F.mse_loss} | options)
+        return Pipeline(stages, **{"schedule": "1f1b", "n_microbatches": 2, "loss": F.mse_loss} | options)
 
     layer = nn.Linear(DIM, DIM)
     with pytest.raises(PipelineError, match="all ranks run one schedule; got another on rank 1"):
@@ -244,8 +244,8 @@ def _shrinks(rank: int) -> None:
     pipe = Pipeline(
         {rank: nn.Linear(DIM, DIM) if rank else Shrinks()},
         schedule="1f1b",
-        num_microbatches=2,
-        loss=lambda y, t: y.sum(),
+        n_microbatches=2,
+        loss_fn=lambda y, t: y.sum(),
     )
     for _ in range(2):
         pipe.step(torch.randn(4, DIM), target=torch.randn(4, DIM))

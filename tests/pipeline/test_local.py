@@ -38,7 +38,7 @@ def assert_step_equals_one_process(
     stages = stages or stages_of(plan.num_stages)
     reference = copy.deepcopy(whole(stages))
     x, target = torch.randn(rows, 4, DIM), torch.randn(rows, 4, DIM)
-    pipe = Pipeline(stages, schedule=plan, loss=F.mse_loss, transport=LocalTransport())
+    pipe = Pipeline(stages, schedule=plan, loss_fn=F.mse_loss, transport=LocalTransport())
     result = pipe.step(x, target=target)
     loss = F.mse_loss(reference(x), target)
     loss.backward()
@@ -78,7 +78,7 @@ def test_bit_identical_to_one_process_microbatch_by_microbatch() -> None:
     reference = copy.deepcopy(whole(stages))
     x, target = torch.randn(6, 4, DIM), torch.randn(6, 4, DIM)
     Pipeline(
-        stages, schedule=schedule.make("1f1b", ranks=2, microbatches=3), loss=F.mse_loss, transport=LocalTransport()
+        stages, schedule=schedule.make("1f1b", ranks=2, microbatches=3), loss_fn=F.mse_loss, transport=LocalTransport()
     ).step(x, target=target)
     for part, goal in zip(x.chunk(3), target.chunk(3), strict=True):
         (F.mse_loss(reference(part), goal) * (2 / 6)).backward()
@@ -128,7 +128,7 @@ def test_any_tree_travels(name: str) -> None:
     stages = {0: First(), 1: Second(), 2: Third()}
     reference = copy.deepcopy(nn.ModuleList(stages.values()))
     x, target = torch.randn(6, DIM), torch.randn(6, DIM)
-    pipe = Pipeline(stages, schedule=name, num_microbatches=3, ranks=3, loss=F.mse_loss, transport=LocalTransport())
+    pipe = Pipeline(stages, schedule=name, n_microbatches=3, ranks=3, loss_fn=F.mse_loss, transport=LocalTransport())
     pipe.step(x, target=target, scale=2.0)
     F.mse_loss(reference[2](*reference[1](reference[0](x, scale=2.0))), target).backward()
     assert_same_grads(nn.ModuleList(stages.values()), reference, rtol=1e-4, atol=1e-6)
@@ -162,9 +162,9 @@ def test_tensors_that_pass_stages_by(name: str) -> None:
     pipe = Pipeline(
         stages,
         schedule=name,
-        num_microbatches=3,
+        n_microbatches=3,
         ranks=3,
-        loss=F.mse_loss,
+        loss_fn=F.mse_loss,
         skips={"early": (0, 2)},
         transport=LocalTransport(),
     )
@@ -181,9 +181,9 @@ def test_tied_parameters_on_two_ranks() -> None:
     pipe = Pipeline(
         stages,
         schedule="zb-h1",
-        num_microbatches=2,
+        n_microbatches=2,
         ranks=2,
-        loss=lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
+        loss_fn=lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten()),
         tied=[("weight",)],
         transport=LocalTransport(),
     )
@@ -216,7 +216,7 @@ def test_autocast() -> None:
     stages = stages_of(2)
     reference = copy.deepcopy(whole(stages))
     x, target = torch.randn(4, 4, DIM), torch.randn(4, 4, DIM)
-    pipe = Pipeline(stages, schedule="zb-h1", num_microbatches=2, ranks=2, loss=F.mse_loss, transport=LocalTransport())
+    pipe = Pipeline(stages, schedule="zb-h1", n_microbatches=2, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport())
     with torch.autocast("cpu", torch.bfloat16):
         pipe.step(x, target=target)
         loss = F.mse_loss(reference(x), target)
@@ -227,7 +227,7 @@ def test_autocast() -> None:
 def test_fifty_steps_of_adamw_with_clipping() -> None:
     stages = stages_of(4)
     reference = copy.deepcopy(whole(stages))
-    pipe = Pipeline(stages, schedule="zb-v", num_microbatches=4, ranks=2, loss=F.mse_loss, transport=LocalTransport())
+    pipe = Pipeline(stages, schedule="zb-v", n_microbatches=4, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport())
     mine, theirs = torch.optim.AdamW(pipe.parameters(), 1e-3), torch.optim.AdamW(reference.parameters(), 1e-3)
     for _ in range(50):
         x, target = torch.randn(4, 4, DIM), torch.randn(4, 4, DIM)
@@ -248,7 +248,7 @@ def test_fifty_steps_of_adamw_with_clipping() -> None:
 
 def test_evaluate_and_outputs() -> None:
     stages = stages_of(2)
-    pipe = Pipeline(stages, schedule="1f1b", num_microbatches=2, ranks=2, loss=F.mse_loss, transport=LocalTransport())
+    pipe = Pipeline(stages, schedule="1f1b", n_microbatches=2, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport())
     x, target = torch.randn(4, 4, DIM), torch.randn(4, 4, DIM)
     result = pipe.evaluate(x, target=target, loss_everywhere=True)
     expected = whole(stages)(x)
@@ -276,12 +276,12 @@ def test_values_for_every_stage_and_ready_microbatches() -> None:
     pipe = Pipeline(
         stages,
         schedule="zb-h1",
-        num_microbatches=2,
+        n_microbatches=2,
         ranks=2,
-        loss=F.mse_loss,
+        loss_fn=F.mse_loss,
         transport=LocalTransport(),
     )
-    pipe.step(x, target=target, everywhere={"scale": scale})
+    pipe.step(x, target=target, stage_kwargs={"scale": scale})
     F.mse_loss(reference[1](reference[0](x, scale=scale), scale=scale), target).backward()
     assert_same_grads(nn.ModuleList(stages.values()), reference, rtol=1e-4, atol=1e-6)
 
@@ -290,7 +290,7 @@ def test_a_step_leaves_nothing_alive() -> None:
     stages = stages_of(2)
     seen: list[weakref.ref] = []
     stages[1].register_forward_hook(lambda module, inputs, output: seen.append(weakref.ref(output.untyped_storage())))
-    pipe = Pipeline(stages, schedule="zb-h1", num_microbatches=4, ranks=2, loss=F.mse_loss, transport=LocalTransport())
+    pipe = Pipeline(stages, schedule="zb-h1", n_microbatches=4, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport())
     gc.collect()
     gc.disable()
     try:
@@ -304,7 +304,7 @@ def test_a_step_leaves_nothing_alive() -> None:
 def test_state_dict_round_trip() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     pipe = Pipeline(
-        model, cuts=["2"], schedule="1f1b", num_microbatches=2, ranks=2, loss=F.mse_loss, transport=LocalTransport()
+        model, cuts=["2"], schedule="1f1b", n_microbatches=2, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport()
     )
     state = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
     pipe.load_state_dict(state)
@@ -317,7 +317,7 @@ def test_state_dict_round_trip() -> None:
 
 class TestMistakes:
     def pipe(self, **options: Any) -> Pipeline:
-        arguments = {"schedule": "1f1b", "num_microbatches": 2, "ranks": 2, "loss": F.mse_loss} | options
+        arguments = {"schedule": "1f1b", "n_microbatches": 2, "ranks": 2, "loss": F.mse_loss} | options
         return Pipeline(arguments.pop("stages", stages_of(2)), transport=LocalTransport(), **arguments)
 
     @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ class TestMistakes:
             ({"stages": {}}, "stages are {stage index: module}; got none"),
             ({"stages": {0: nn.Linear(2, 2)}}, r"rank 1 holds the stages \[1\].*got no stage 1, but \[0\]"),
             ({"stages": stages_of(3)}, r"places the stages \[0, 1\] here; got stage 2 too"),
-            ({"num_microbatches": None}, "a schedule by name needs the number of microbatches"),
+            ({"n_microbatches": None}, "a schedule by name needs the number of microbatches"),
             ({"schedule": schedule.make("1f1b", ranks=3, microbatches=2)}, "is for 3 ranks; got 2 ranks"),
             ({"skips": {"a": (1, 0)}}, "a skip leads from a stage to a later one"),
             ({"tied": [("nothing",)]}, "tied names are parameters of some stage; got 'nothing'"),
@@ -364,6 +364,6 @@ class TestMistakes:
             pipe.step(torch.randn(2, 4, DIM), target=torch.randn(2, 4, DIM))
 
     def test_a_loss_that_is_not_one_number(self) -> None:
-        pipe = self.pipe(loss=lambda y, t: (y - t).square())
+        pipe = self.pipe(loss_fn=lambda y, t: (y - t).square())
         with pytest.raises(PipelineError, match=r"the loss is one number; got a tensor of shape \(1, 4, 8\)"):
             pipe.step(torch.randn(2, 4, DIM), target=torch.randn(2, 4, DIM))

@@ -20,7 +20,7 @@ from sternway.errors import LostRankError
 from sternway.pipeline import Pipeline
 from sternway.pipeline import _sockets as sockets
 
-DIM, SILENCE, LIMIT = 4, 2.0, 60.0
+DIM, HEARTBEAT_TIMEOUT, LIMIT = 4, 2.0, 60.0
 
 
 class Fatal(nn.Module):
@@ -57,7 +57,12 @@ def _rank(rank: int, ranks: int, port: int, victim: int, way: str, backward: boo
     transport: list[Any] = []
     stage = Fatal(way, backward, transport) if rank == victim else nn.Linear(DIM, DIM)
     pipe = Pipeline(
-        {rank: stage}, schedule="1f1b", num_microbatches=4, loss=F.mse_loss, silence=SILENCE, reports=reports
+        {rank: stage},
+        schedule="1f1b",
+        n_microbatches=4,
+        loss_fn=F.mse_loss,
+        heartbeat_timeout=HEARTBEAT_TIMEOUT,
+        reports=reports,
     )
     transport.append(pipe.transport)
     torch.manual_seed(0)
@@ -134,13 +139,17 @@ def test_every_other_rank_says_which(ranks: int, victim: int, way: str, backward
 def _leaves(rank: int, port: int, said: Any) -> None:
     join_group(rank, 2, port)
     pipe = Pipeline(
-        {rank: nn.Linear(DIM, DIM)}, schedule="1f1b", num_microbatches=2, loss=F.mse_loss, silence=SILENCE / 2
+        {rank: nn.Linear(DIM, DIM)},
+        schedule="1f1b",
+        n_microbatches=2,
+        loss_fn=F.mse_loss,
+        heartbeat_timeout=HEARTBEAT_TIMEOUT / 2,
     )
     pipe.step(torch.randn(4, DIM), target=torch.randn(4, DIM))
     if rank == 1:
         pipe.close()
     else:
-        time.sleep(2 * SILENCE)  # far longer than the other may be silent
+        time.sleep(2 * HEARTBEAT_TIMEOUT)  # far longer than the other may be silent
         said.put(pipe.transport.watch.loss)
         pipe.close()
 

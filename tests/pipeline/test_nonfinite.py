@@ -53,7 +53,7 @@ class Always(nn.Module):
 
 
 def pipe_of(modules: dict[int, nn.Module], **options: Any) -> Pipeline:
-    return Pipeline(modules, **{"schedule": "1f1b", "num_microbatches": 2, "loss": F.mse_loss} | options)
+    return Pipeline(modules, **{"schedule": "1f1b", "n_microbatches": 2, "loss": F.mse_loss} | options)
 
 
 def local(modules: dict[int, nn.Module], **options: Any) -> Pipeline:
@@ -88,7 +88,7 @@ def test_a_step_says_which_module(way: str, origin: str, schedule: str) -> None:
 
 
 def test_the_loss() -> None:
-    pipe = local(stages(), loss=lambda y, t: F.mse_loss(y, t) * float("inf"))
+    pipe = local(stages(), loss_fn=lambda y, t: F.mse_loss(y, t) * float("inf"))
     x, target = batch()
     with pytest.raises(NonfiniteError, match=r"the value of the loss \(rank 2, stage 2\)"):
         pipe.step(x, target=target, nonfinite="raise")
@@ -152,7 +152,7 @@ def test_a_step_that_is_rolled_back_leaves_nothing() -> None:
 def _on_ranks(rank: int, folder: str) -> None:
     x, target = torch.randn(4, DIM), torch.randn(4, DIM)
     modules = stages((1, "forward"))
-    pipe = pipe_of({rank: modules[rank]}, num_microbatches=2, reports=folder)
+    pipe = pipe_of({rank: modules[rank]}, n_microbatches=2, reports=folder)
     optimizer = torch.optim.AdamW(pipe.parameters(), 1e-2)
     pipe.step(x, target=target)
     pipe.optimizer_step(optimizer, max_norm=1e-3)

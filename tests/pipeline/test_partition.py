@@ -110,7 +110,7 @@ def test_partition_weighs_tables_as_free_and_heads_as_work() -> None:
 
 def test_profile_measures_each_module() -> None:
     model, tokens = _gpt(), torch.randint(0, 11, (3, 6))
-    found = pipeline.profile(model, tokens, loss=_loss, target=tokens, repeats=2)
+    found = pipeline.profile(model, tokens, loss_fn=_loss, target=tokens, repeats=2)
     assert found.names[:3] == ("tokens", "positions", "blocks.0")
     assert len(found.names) == 8
     block = found.names.index("blocks.1")
@@ -159,9 +159,9 @@ def test_a_whole_model_balanced_and_searched() -> None:
         model,
         cuts="balanced",
         schedule="auto",
-        num_microbatches=4,
+        n_microbatches=4,
         ranks=2,
-        loss=_loss,
+        loss_fn=_loss,
         sample=tokens[:2],
         sample_target=tokens[:2],
         transport=LocalTransport(),
@@ -179,7 +179,7 @@ def test_a_model_tied_in_itself() -> None:
     model.head.weight = model.tokens.weight
     reference, tokens = copy.deepcopy(model), torch.randint(0, 11, (4, 6))
     pipe = Pipeline(
-        model, cuts=["blocks.2"], schedule="zb-h1", num_microbatches=2, ranks=2, loss=_loss, transport=LocalTransport()
+        model, cuts=["blocks.2"], schedule="zb-h1", n_microbatches=2, ranks=2, loss_fn=_loss, transport=LocalTransport()
     )
     pipe.step(tokens, target=tokens)
     _loss(reference(tokens), tokens).backward()
@@ -195,7 +195,7 @@ def test_a_model_tied_in_itself() -> None:
     ],
 )
 def test_models_that_do_not_fit(options: dict, message: str) -> None:
-    arguments = {"schedule": "1f1b", "num_microbatches": 2, "ranks": 2, "loss": F.mse_loss} | options
+    arguments = {"schedule": "1f1b", "n_microbatches": 2, "ranks": 2, "loss": F.mse_loss} | options
     if options["cuts"] == ["1", "2"]:
         arguments["schedule"] = schedule.make("1f1b", ranks=2, microbatches=2)
     with pytest.raises(PipelineError, match=message):

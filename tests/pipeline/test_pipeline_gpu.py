@@ -33,7 +33,7 @@ def test_equals_one_process(name: str, dtype: torch.dtype, own_stream: bool) -> 
     stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        pipe = Pipeline(stages, schedule=plan, loss=F.mse_loss, transport=LocalTransport("cuda"))
+        pipe = Pipeline(stages, schedule=plan, loss_fn=F.mse_loss, transport=LocalTransport("cuda"))
         result = pipe.step(x, target=target)
     torch.cuda.current_stream().wait_stream(stream)
     loss = F.mse_loss(reference(x), target)
@@ -46,7 +46,7 @@ def test_equals_one_process(name: str, dtype: torch.dtype, own_stream: bool) -> 
 def test_a_step_leaves_no_memory_behind() -> None:
     stages = {index: gpt(64, 1).cuda() for index in range(2)}
     pipe = Pipeline(
-        stages, schedule="zb-h1", num_microbatches=4, ranks=2, loss=F.mse_loss, transport=LocalTransport("cuda")
+        stages, schedule="zb-h1", n_microbatches=4, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport("cuda")
     )
     x, target = (torch.randn(8, 16, 64, device="cuda") for _ in range(2))
     pipe.step(x, target=target)

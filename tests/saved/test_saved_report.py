@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from sternway import cli, saved
+from sternway._bytes import parse_bytes, show_bytes
 from sternway.errors import SavedError
-from sternway.saved._sizes import parse_bytes, show_bytes
 
 
 class Two(nn.Module):

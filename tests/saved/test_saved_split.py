@@ -138,8 +138,8 @@ def test_a_pipeline_under_a_policy(schedule: str) -> None:
     pipe = pipeline.Pipeline(
         dict(enumerate(modules)),
         schedule=schedule,
-        num_microbatches=4,
-        loss=loss,
+        n_microbatches=4,
+        loss_fn=loss,
         ranks=ranks,
         transport=pipeline.LocalTransport(),
         saved=for_stage,
@@ -162,8 +162,8 @@ def test_one_policy_for_all_stages() -> None:
     pipe = pipeline.Pipeline(
         dict(enumerate(modules)),
         schedule="gpipe",
-        num_microbatches=2,
-        loss=nn.functional.mse_loss,
+        n_microbatches=2,
+        loss_fn=nn.functional.mse_loss,
         ranks=2,
         transport=pipeline.LocalTransport(),
         saved=policy,

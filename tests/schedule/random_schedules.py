@@ -81,4 +81,4 @@ def edited(draw, schedules) -> Schedule:
         target = rows[draw(st.integers(0, len(rows) - 1))]
         step = row.pop(at)
         target.insert(draw(st.integers(0, len(target))), step)
-    return Schedule(whole.name, whole.num_microbatches, whole.placement, tuple(map(tuple, rows)))
+    return Schedule(whole.name, whole.n_microbatches, whole.placement, tuple(map(tuple, rows)))

@@ -18,7 +18,7 @@ def is_valid(schedule: Schedule) -> bool:
                 if action.stage not in schedule.placement[rank]:
                     return False
                 ops.setdefault((action.stage, action.microbatch), []).append(action.op)
-    wanted = {(s, i) for s in range(schedule.num_stages) for i in range(schedule.num_microbatches)}
+    wanted = {(s, i) for s in range(schedule.num_stages) for i in range(schedule.n_microbatches)}
     if set(ops) != wanted or any(sorted(found) not in (["B", "F"], ["F", "I", "W"]) for found in ops.values()):
         return False
     return _runs(schedule)

@@ -52,7 +52,7 @@ def test_fusing_never_lengthens_a_step_and_holds_no_more(name, ranks, microbatch
     if plan.placement == place(ranks, plan.stages_per_rank):
         limit = max(after.peak_memory, 1.0)
         numbers = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": plan.stages_per_rank}
-        assert lower_bound(costs, memory_limit=limit, **numbers) <= after.cost * (1 + 1e-9)
+        assert lower_bound(costs, memory_limit=limit, **numbers) <= after.span * (1 + 1e-9)
 
 
 def test_nothing_is_joined_where_nothing_is_gained():
@@ -88,7 +88,7 @@ def test_search_is_no_worse_than_any_name_fused_and_no_better_than_the_bound(sta
         if plan.placement == found.placement and plan.simulate(costs).peak_memory <= 6:
             assert makespan <= fuse(plan, costs).simulate(costs).makespan * (1 + 1e-9), name
     bound = lower_bound(costs, **numbers, memory_limit=6, stages_per_rank=stages_per_rank)
-    assert bound <= found.simulate(costs).cost * (1 + 1e-9)
+    assert bound <= found.simulate(costs).span * (1 + 1e-9)
 
 
 def test_many_pairs_are_tried_several_at_a_time():
@@ -107,7 +107,7 @@ def test_of_two_plans_of_one_makespan_the_one_whose_ranks_are_free_sooner():
     costs = Costs(F=1, I=1.1, W=0.9, B=1.99)
     apart = search(Costs(F=1, I=1.1, W=0.9), **numbers).simulate(costs)
     found = search(costs, **numbers).simulate(costs)
-    assert (round(found.makespan, 6), round(found.cost, 6)) <= (round(apart.makespan, 6), round(apart.cost, 6))
+    assert (round(found.makespan, 6), round(found.span, 6)) <= (round(apart.makespan, 6), round(apart.span, 6))
 
 
 def test_progress_goes_on_to_the_end():

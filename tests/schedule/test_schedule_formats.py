@@ -123,8 +123,8 @@ def change(**fields):
         ("[]", "the format sternway.schedule/1; got 'list'"),
         (change(format="other"), "the format sternway.schedule/1; got 'other'"),
         (change(extra=1), "has the fields format, name, .*; got format, .*extra"),
-        (change(name=3), "name is text and num_microbatches a whole number; got 3 and 1"),
-        (change(num_microbatches=True), "a whole number; got 'gpipe' and True"),
+        (change(name=3), "name is text and n_microbatches a whole number; got 3 and 1"),
+        (change(n_microbatches=True), "a whole number; got 'gpipe' and True"),
         (
             change(placement=[0, 1]),
             "placement is a list of lists of int, one for each rank; got something else",

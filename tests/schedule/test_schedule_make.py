@@ -34,7 +34,7 @@ def test_any_ranks_and_microbatches(name):
                 continue
             s = schedule.make(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages)
             assert s.check() is s
-            assert (s.name, s.ranks, s.num_microbatches) == (name, ranks, microbatches)
+            assert (s.name, s.ranks, s.n_microbatches) == (name, ranks, microbatches)
 
 
 @pytest.mark.parametrize("name", schedule.names())

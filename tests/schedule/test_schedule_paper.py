@@ -14,7 +14,7 @@ GRID = [(ranks, factor * ranks + extra) for ranks in range(1, 9) for factor, ext
 
 
 def idle(timeline) -> float:
-    return timeline.cost - max(timeline.busy)
+    return timeline.span - max(timeline.busy)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-h2"])

@@ -22,14 +22,14 @@ def test_two_ranks_by_hand():
 def test_bubble_rate_is_of_the_longest_rank_and_not_of_the_makespan():
     t = schedule.make("zb-h2", ranks=4, microbatches=12).simulate()
     assert t.makespan == 39  # the last rank starts three later, and ends three later
-    assert t.cost == 36
+    assert t.span == 36
     assert t.bubble_rate == 0
 
 
 def test_bubble_rate_of_uneven_stages_is_that_of_the_busiest_rank():
     t = schedule.make("1f1b", ranks=2, microbatches=4).simulate(Costs(F=[1.0, 3.0], I=0.0, W=0.0))
     assert t.busy == (4, 12)
-    assert t.cost == 13  # rank 0 waits for the last gradient
+    assert t.span == 13  # rank 0 waits for the last gradient
     assert t.bubble_rate == pytest.approx(1 / 13)
 
 
@@ -82,6 +82,6 @@ def test_what_would_help_most_does_help():
 
 def test_costs_of_nothing():
     t = schedule.make("1f1b", ranks=2, microbatches=2).simulate(Costs(F=0, I=0, W=0))
-    assert (t.makespan, t.cost, t.bubble_rate, t.bottlenecks) == (0, 0, 0, ())
+    assert (t.makespan, t.span, t.bubble_rate, t.bottlenecks) == (0, 0, 0, ())
     assert t.draw().startswith("1f1b")
     assert t.to_svg().startswith("<svg")

@@ -32,7 +32,7 @@ def _pipeline(rank: int) -> None:
         plan = schedule.make(name, ranks=2, microbatches=4)
         mine, reference = _models(plan.num_stages), nn.Sequential(*_models(plan.num_stages))
         held = {index: compiled(mine[index]) for index in plan.placement[rank]}
-        pipe = Pipeline(held, schedule=plan, loss=nn.functional.mse_loss)
+        pipe = Pipeline(held, schedule=plan, loss_fn=nn.functional.mse_loss)
         torch.manual_seed(1)
         for _ in range(2):
             x, target = torch.randn(8, 4, 8), torch.randn(8, 4, 8)

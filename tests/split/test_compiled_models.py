@@ -100,7 +100,7 @@ def test_schedules_with_compiled_stages(name: str) -> None:
     pipe = Pipeline(
         {index: compiled(model) for index, model in enumerate(models)},
         schedule=plan,
-        loss=nn.functional.mse_loss,
+        loss_fn=nn.functional.mse_loss,
         transport=LocalTransport(),
     )
     for _ in range(2):

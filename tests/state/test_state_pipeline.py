@@ -55,7 +55,7 @@ def test_each_microbatch_finds_its_own_values(way: str, name: str) -> None:
     pipe = Pipeline(
         {index: Numbered(stage, way) for index, stage in enumerate(stages)},
         schedule=plan,
-        loss=F.mse_loss,
+        loss_fn=F.mse_loss,
         transport=LocalTransport(),
     )
     pipe.step(x, target=target)

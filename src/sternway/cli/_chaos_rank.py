@@ -55,9 +55,9 @@ def train(options: Options) -> None:
     pipe = Pipeline(
         model,
         schedule="zb-h1",
-        num_microbatches=options.microbatches,
-        loss=loss,
-        silence=5,
+        n_microbatches=options.microbatches,
+        loss_fn=loss,
+        heartbeat_timeout=5,
         reports=Path(options.folder) / "reports",
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), 1e-3)

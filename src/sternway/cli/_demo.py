@@ -19,7 +19,6 @@ from sternway.cli import _chaos as chaos_run
 from sternway.cli._demo_rank import Options, Outcome, run
 from sternway.errors import PipelineError
 from sternway.schedule import Timeline
-from sternway.schedule._action import parts
 
 TOLERANCE = 1e-3  # relative, between the pipeline's gradients and one process's
 
@@ -238,5 +237,5 @@ def _events(timeline: Timeline) -> list[dict[str, Any]]:
         }
         for rank in timeline.events
         for event in rank
-        for action in parts(event.action)[-1:]
+        for action in event.action.actions[-1:]
     ]

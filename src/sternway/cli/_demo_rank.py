@@ -82,8 +82,8 @@ def _run(rank: int, options: Options, reports: Any) -> Outcome:
     pipe = Pipeline(
         copy.deepcopy(model),
         schedule=options.schedule,
-        num_microbatches=options.microbatches,
-        loss=loss,
+        n_microbatches=options.microbatches,
+        loss_fn=loss,
         sample=x[sample],
         sample_target=target[sample],
     )

@@ -99,7 +99,9 @@ def _compare(
 ) -> dict[str, Any]:
     """Compare, draw the best, write it; return what ``--json`` prints."""
     with _progress(quiet) as report:
-        comparison = schedule.best(costs, ranks=ranks, microbatches=microbatches, memory_limit=limit, progress=report)
+        comparison = schedule.compare(
+            costs, ranks=ranks, microbatches=microbatches, memory_limit=limit, progress=report
+        )
     best = comparison.best
     files = _write(best.timeline, out)
     rows = [
@@ -140,7 +142,7 @@ def _check_file(path: Path, costs: Costs, memory: float | None, out: Path | None
         _print_timeline(timeline, files)
     return {
         "ranks": found.ranks,
-        "microbatches": found.num_microbatches,
+        "microbatches": found.n_microbatches,
         "memory_limit": memory,
         "bubble_rate": timeline.bubble_rate,
         "makespan": timeline.makespan,

@@ -15,11 +15,11 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from sternway import saved as room
+from sternway._bytes import show_bytes
 from sternway.cli._graph import _demo, _failed, _function
 from sternway.errors import SavedError
 from sternway.saved import Offload, Report
 from sternway.saved._report import HEADER, cells
-from sternway.saved._sizes import show_bytes
 
 
 def saved(

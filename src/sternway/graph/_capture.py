@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from sternway._tree import leaves
 from sternway.errors import GraphError
 from sternway.graph._owners import Place, owners
 from sternway.graph._preview import preview
@@ -23,7 +24,6 @@ from sternway.graph._saved import Reader
 from sternway.graph._snapshot import Graph
 from sternway.graph._tags import Tag, tag_of
 from sternway.graph._walk import LiveNode, forward_order
-from sternway.split._tree import leaves
 
 _LEAF = "AccumulateGrad"
 

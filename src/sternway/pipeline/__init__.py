@@ -2,14 +2,14 @@
 
 from sternway import pipeline
 
-pipe = pipeline.Pipeline(model, cuts="balanced", schedule="auto", num_microbatches=8, loss=loss, sample=microbatch)
+pipe = pipeline.Pipeline(model, cuts="balanced", schedule="auto", n_microbatches=8, loss_fn=loss, sample=microbatch)
 optimizer = torch.optim.AdamW(pipe.parameters())
 result = pipe.step(inputs, target=target)
 """
 
 from sternway.pipeline._build import partition
 from sternway.pipeline._dist import DistTransport
-from sternway.pipeline._microbatch import Chunk, Ready, Whole
+from sternway.pipeline._microbatch import Chunk, Presplit, Replicate
 from sternway.pipeline._pipeline import Pipeline
 from sternway.pipeline._profile import Profile, profile
 from sternway.pipeline._result import StepResult
@@ -23,13 +23,13 @@ __all__ = [
     "DistTransport",
     "LocalTransport",
     "Pipeline",
+    "Presplit",
     "Profile",
-    "Ready",
+    "Replicate",
     "Resumed",
     "Saving",
     "StepResult",
     "Transport",
-    "Whole",
     "WithSkips",
     "partition",
     "profile",

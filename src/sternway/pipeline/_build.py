@@ -12,7 +12,7 @@ from sternway import schedule as schedules
 from sternway.errors import PipelineError
 from sternway.pipeline._partition import balance, called_modules, split_model
 from sternway.pipeline._profile import Profile, profile
-from sternway.pipeline._stage import Loss
+from sternway.pipeline._stage import LossFn
 from sternway.pipeline._transport import Transport
 from sternway.schedule import Costs, Schedule
 
@@ -47,13 +47,13 @@ def from_model(
     microbatches: int | None,
     memory: float | None,
     sample: Any,
-    loss: Loss | None,
+    loss_fn: LossFn | None,
     target: Any,
     transport: Transport,
 ) -> Built:
     """A whole model: cut it, keep this process's part."""
     names = called_modules(model)
-    measured = _measure(model, sample, loss, target, transport)
+    measured = _measure(model, sample, loss_fn, target, transport)
     if isinstance(cuts, str):
         if cuts != "balanced":
             raise PipelineError('cuts are module names, or "balanced"', got=repr(cuts), fix='pass cuts="balanced"')
@@ -165,7 +165,7 @@ def _named(
     """A schedule by name, or for "auto" the best that a search finds."""
     if microbatches is None:
         raise PipelineError(
-            "a schedule by name needs the number of microbatches", got=repr(name), fix="pass num_microbatches="
+            "a schedule by name needs the number of microbatches", got=repr(name), fix="pass n_microbatches="
         )
     if name != "auto":
         return schedules.make(name, ranks=ranks, microbatches=microbatches)
@@ -178,7 +178,9 @@ def _named(
     )
 
 
-def _measure(model: nn.Module, sample: Any, loss: Loss | None, target: Any, transport: Transport) -> Profile | None:
+def _measure(
+    model: nn.Module, sample: Any, loss_fn: LossFn | None, target: Any, transport: Transport
+) -> Profile | None:
     """What the first rank measured, for all ranks, so that all decide alike; None if it was given no sample.
 
     All that have a sample measure at once, as they will work at once: cores share caches and memory.
@@ -186,7 +188,7 @@ def _measure(model: nn.Module, sample: Any, loss: Loss | None, target: Any, tran
     found, problem = None, None
     if sample is not None:
         try:
-            found = profile(model, sample, loss=loss if target is not None else None, target=target)
+            found = profile(model, sample, loss_fn=loss_fn if target is not None else None, target=target)
         except PipelineError as error:
             problem = error.rule, error.got, error.fix
     found, problem = transport.crew().share((found, problem))[0]

@@ -11,7 +11,7 @@ from torch import nn
 
 from sternway.errors import PipelineError
 from sternway.pipeline._build import Built
-from sternway.pipeline._microbatch import Chunk, Ready, Whole
+from sternway.pipeline._microbatch import Chunk, Presplit, Replicate
 from sternway.pipeline._payload import pack
 from sternway.pipeline._stage import Microbatch
 from sternway.pipeline._transport import Transport
@@ -21,11 +21,11 @@ from sternway.schedule import Schedule
 def check_arguments(
     stages: Any,
     schedule: Any,
-    num_microbatches: Any,
+    n_microbatches: Any,
     ranks: Any,
     transport: Any,
     chunk: Any,
-    loss: Any,
+    loss_fn: Any,
     reports: Any,
     mesh: Any,
 ) -> None:
@@ -33,11 +33,11 @@ def check_arguments(
     rules: list[tuple[bool, str, Any]] = [
         (isinstance(stages, Mapping | nn.Module), "stages are {index: module}, or a whole model", stages),
         (isinstance(schedule, Schedule | str), "a schedule is a Schedule, the name of one, or auto", schedule),
-        (_counts(num_microbatches), "num_microbatches is a number from 1 on", num_microbatches),
+        (_counts(n_microbatches), "n_microbatches is a number from 1 on", n_microbatches),
         (_counts(ranks), "ranks is a number from 1 on", ranks),
         (isinstance(transport, Transport | None), "a transport is a Transport", transport),
-        (isinstance(chunk, Chunk | Ready | Whole), "chunk is Chunk(dim), Ready() or Whole()", chunk),
-        (loss is None or callable(loss), "a loss is a function of output and target", loss),
+        (isinstance(chunk, Chunk | Presplit | Replicate), "chunk is Chunk(dim), Presplit() or Replicate()", chunk),
+        (loss_fn is None or callable(loss_fn), "loss_fn must be a function of output and target", loss_fn),
         (mesh is None or hasattr(mesh, "get_group"), "mesh is a DeviceMesh", mesh),
         (reports is None or isinstance(reports, str | os.PathLike), "reports is a folder", reports),
     ]
@@ -86,8 +86,8 @@ def check_alike(facts: list[list[float]], schedule: Schedule) -> None:
         other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
         raise PipelineError(
             "all ranks run one schedule",
-            got=f"another on rank {other} than on rank 0; here {schedule.name} of {schedule.num_microbatches}",
-            fix="build it from the same arguments everywhere",
+            got=f"another on rank {other} than on rank 0; here {schedule.name} of {schedule.n_microbatches}",
+            fix="build it from the same arguments on every rank",
         )
 
 
@@ -114,5 +114,5 @@ def digest(text: str) -> int:
 
 def signature(batch: list[Microbatch]) -> int:
     """A number that changes when the shapes of a batch do."""
-    spec = [pack([m.arguments, m.keywords, m.everywhere])[0] for m in batch]
+    spec = [pack([m.arguments, m.keywords, m.stage_kwargs])[0] for m in batch]
     return zlib.crc32(repr([[(t.shape, str(t.dtype)) for t in s.tensors] for s in spec]).encode())

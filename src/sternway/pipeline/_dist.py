@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sternway._tree import leaves
 from sternway.errors import PipelineError
 from sternway.pipeline._buffers import Buffers
 from sternway.pipeline._groups import GroupTransport
@@ -30,8 +31,6 @@ from sternway.pipeline._run import Receive, Routes, Slot, Work
 from sternway.pipeline._stage import MAIN, Payload
 from sternway.pipeline._watch import Spot
 from sternway.schedule import Schedule
-from sternway.schedule._action import parts
-from sternway.split._tree import leaves
 
 AHEAD = 2  # receives posted before they are needed, from each rank in each direction
 _CONSTANTS = (type(None), bool, int, float, str)
@@ -53,7 +52,7 @@ class DistTransport(GroupTransport):
         device: where stages compute; a CUDA device means NCCL, the CPU gloo.
         dynamic: send descriptions every time, for stages whose outputs' shapes depend on the data.
         timeout: how long to wait for a message before giving up.
-        silence: a rank that gives no sign of life for so many seconds is lost; 0 to look for none.
+        heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to look for none.
         watched: the global ranks whose loss ends the pipeline; its own, unless given.
     """
 
@@ -64,10 +63,10 @@ class DistTransport(GroupTransport):
         *,
         dynamic: bool = False,
         timeout: float = 600,
-        silence: float = 30,
+        heartbeat_timeout: float = 30,
         watched: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(ranks, device, timeout, silence, watched)
+        super().__init__(ranks, device, timeout, heartbeat_timeout, watched)
         if self.watch is not None:
             self.watch.awaited = self._not_done
         self.dynamic = dynamic
@@ -111,7 +110,7 @@ class DistTransport(GroupTransport):
         rank_of = schedule.stage_ranks()
         queues: dict[tuple[int, bool], deque[Slot]] = {}
         for source, steps in enumerate(schedule.actions):
-            for action in (part for step in steps for part in parts(step)):
+            for action in (part for step in steps for part in step.actions):
                 for slot in routes.sent(action) if source != self.rank and (training or action.op == "F") else ():
                     if rank_of[slot.target] == self.rank:
                         queues.setdefault((source, slot.target < slot.source), deque()).append(slot)
@@ -266,10 +265,10 @@ class DistTransport(GroupTransport):
         super().close()
 
 
-def transport_of(mesh: Any, dynamic: bool, silence: float) -> DistTransport:
+def transport_of(mesh: Any, dynamic: bool, heartbeat_timeout: float) -> DistTransport:
     """What a pipeline uses unless it is told: all processes, or a mesh's."""
     if mesh is None:
-        return DistTransport(dynamic=dynamic, silence=silence)
+        return DistTransport(dynamic=dynamic, heartbeat_timeout=heartbeat_timeout)
     if not dist.is_initialized():
         raise PipelineError("a mesh needs torch.distributed", got="no process group", fix="start with torchrun")
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
@@ -279,7 +278,7 @@ def transport_of(mesh: Any, dynamic: bool, silence: float) -> DistTransport:
         dist.get_process_group_ranks(mesh.get_group("pp")),
         "cuda" if mesh.device_type == "cuda" else "cpu",
         dynamic=dynamic,
-        silence=silence,
+        heartbeat_timeout=heartbeat_timeout,
         watched=mesh.mesh.flatten().tolist(),
     )
 

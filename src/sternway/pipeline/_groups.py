@@ -38,10 +38,10 @@ class GroupTransport(Transport):
         ranks: Sequence[int] | None,
         device: torch.device | str,
         timeout: float,
-        silence: float,
+        heartbeat_timeout: float,
         watched: Sequence[int] | None,
     ) -> None:
-        for name, value in (("timeout", timeout), ("silence", silence)):
+        for name, value in (("timeout", timeout), ("heartbeat_timeout", heartbeat_timeout)):
             if not isinstance(value, int | float) or not 0 <= value < 1e6 or (name == "timeout" and value == 0):
                 raise PipelineError(f"{name} is a number of seconds", got=repr(value), fix=f"pass {name}=30")
         if not dist.is_initialized():
@@ -62,7 +62,7 @@ class GroupTransport(Transport):
         self._store = PrefixStore(f"sternway/{self._groups['control'].group_name}", store)
         self._mistakes = 0
         self._watched = list(watched or self.members)
-        if silence and len(self._watched) > 1:
+        if heartbeat_timeout and len(self._watched) > 1:
             # The n-th pipeline of these ranks on each of them, as each counts for itself; and a name that no pipeline
             # had before, even if torchrun's agent kept the store while processes were started again.
             here = f"sternway/{self._watched}"
@@ -70,7 +70,9 @@ class GroupTransport(Transport):
             name = store.compare_set(f"{here}/name/{number}", "", uuid.uuid4().hex).decode()
             place = self._watched.index(dist.get_rank())
             holder, holds = _holder()
-            self.watch = Watch(store, f"sternway/{name}", place, len(self._watched), silence, holder, holds, self.wake)
+            self.watch = Watch(
+                store, f"sternway/{name}", place, len(self._watched), heartbeat_timeout, holder, holds, self.wake
+            )
         self._subgroups: dict[tuple[int, ...], Any] = {tuple(range(self.ranks)): self._groups["control"]}
 
     # All ranks at once

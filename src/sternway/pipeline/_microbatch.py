@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sternway._tree import leaves, replace_leaves
 from sternway.errors import PipelineError
-from sternway.split._tree import leaves, replace_leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +24,16 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class Replicate:
     """Give every microbatch the whole value: a mask, a table of positions."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Presplit:
     """The value is a sequence with one entry for each microbatch, cut already."""
 
 
-ChunkSpec = Chunk | Whole | Ready
+ChunkSpec = Chunk | Replicate | Presplit
 
 
 def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
@@ -46,9 +46,9 @@ def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
     Raises:
         PipelineError: too few rows for ``count`` pieces, or not one entry a microbatch.
     """
-    if isinstance(spec, Whole) or value is None:
+    if isinstance(spec, Replicate) or value is None:
         return [value] * count
-    if isinstance(spec, Ready):
+    if isinstance(spec, Presplit):
         PipelineError.unless(isinstance(value, Sequence), f"{what}, given ready, is a sequence", value, "pass a list")
         if len(value) != count:
             raise PipelineError(
@@ -71,7 +71,7 @@ def _pieces(tensor: Tensor, count: int, dim: int, what: str) -> tuple[Tensor, ..
         raise PipelineError(
             f"{what} is cut along dimension {dim} into {count} microbatches",
             got=f"a tensor of shape {tuple(tensor.shape)}",
-            fix="pass a larger batch, fewer microbatches, or Whole() for what every microbatch gets",
+            fix="pass a larger batch, fewer microbatches, or Replicate() for what every microbatch gets",
         )
     rows = tensor.shape[dim]
     size = -(-rows // count)  # rounded up: all alike but the last
@@ -87,6 +87,6 @@ def weights(pieces: list[Any], spec: ChunkSpec) -> list[float]:
         next((leaf.shape[dim] for leaf in leaves(piece) if isinstance(leaf, Tensor) and leaf.ndim > dim), 0)
         for piece in pieces
     ]
-    if isinstance(spec, Whole) or not all(rows):
+    if isinstance(spec, Replicate) or not all(rows):
         return [1 / len(pieces)] * len(pieces)
     return [row / sum(rows) for row in rows]

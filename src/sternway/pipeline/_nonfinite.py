@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sternway._tree import leaves
 from sternway.pipeline._stage import Stage
-from sternway.split._tree import leaves
 
 
 @dataclass(frozen=True, slots=True)

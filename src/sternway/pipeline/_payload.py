@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sternway.split._tree import replace_leaves
+from sternway._tree import replace_leaves
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from sternway.pipeline._microbatch import Chunk, ChunkSpec
 from sternway.pipeline._result import StepResult, collect, gather_timeline
 from sternway.pipeline._run import Routes
 from sternway.pipeline._saving import Resumed, Saving
-from sternway.pipeline._stage import Loss, Stage
+from sternway.pipeline._stage import LossFn, Stage
 from sternway.pipeline._transport import Transport
 from sternway.pipeline._trial import Policy, Trial
 from sternway.schedule import Schedule
@@ -35,16 +35,16 @@ class Pipeline(Held):
     """A model trained across ranks, each holding some stages, in the order that a schedule says.
 
     Example, one process of several started by torchrun:
-        >>> pipe = Pipeline(model, cuts="balanced", schedule="auto", num_microbatches=8,
-        ...                 loss=torch.nn.functional.mse_loss, sample=batch[:4])      # doctest: +SKIP
+        >>> pipe = Pipeline(model, cuts="balanced", schedule="auto", n_microbatches=8,
+        ...                 loss_fn=torch.nn.functional.mse_loss, sample=batch[:4])      # doctest: +SKIP
         >>> optimizer = torch.optim.AdamW(pipe.parameters())                          # doctest: +SKIP
         >>> result = pipe.step(batch, target=target)                                  # doctest: +SKIP
 
     Args:
         stages: this rank's stages as ``{index: module}``, or a whole model, of which each rank keeps its part.
         schedule: a ``Schedule``, the name of one, or "auto": search for the costs of ``sample``.
-        loss: ``loss(output, target)``, one number, the mean over its rows; on the last stage's rank.
-        num_microbatches: into how many pieces a batch is cut; a ``Schedule`` knows.
+        loss_fn: ``loss_fn(output, target)``, one number, the mean over its rows; on the last stage's rank.
+        n_microbatches: into how many pieces a batch is cut; a ``Schedule`` knows.
         cuts: for a whole model, the names of the modules at which stages begin, or "balanced".
         sample: for a whole model, one microbatch to measure costs with, needed on the first rank.
         sample_target: its target, for the loss to be measured too.
@@ -54,11 +54,11 @@ class Pipeline(Held):
         tied: groups of parameter names that are one parameter: gradients are summed, values kept equal.
         skips: ``{name: (from stage, to stage)}``: tensors that pass stages by; see ``WithSkips``.
         mesh: a DeviceMesh with a "dp" dimension (copies of the pipeline) and a "pp" dimension (its ranks).
-        chunk: how inputs and targets are cut: ``Chunk(dim)``, ``Ready()`` or ``Whole()``.
+        chunk: how inputs and targets are cut: ``Chunk(dim)``, ``Presplit()`` or ``Replicate()``.
         dynamic: stages' outputs may change shape from step to step though the batch does not.
         saved: a policy of ``sternway.saved`` for what the stages save in F, or a function that makes one for a stage's
             index; W of a split backward finds it still packed.
-        silence: a rank that gives no sign of life for so many seconds is lost, and all others say so; 0: never.
+        heartbeat_timeout: seconds without a sign of life after which a rank counts as lost on all others; 0: never.
         reports: the folder for what a failed step leaves behind; see ``docs/survive.md``.
 
     Raises:
@@ -70,8 +70,8 @@ class Pipeline(Held):
         stages: Mapping[int, nn.Module] | nn.Module,
         *,
         schedule: Schedule | str = "auto",
-        loss: Loss | None = None,
-        num_microbatches: int | None = None,
+        loss_fn: LossFn | None = None,
+        n_microbatches: int | None = None,
         cuts: Sequence[str] | str = "balanced",
         sample: Any = None,
         sample_target: Any = None,
@@ -84,22 +84,22 @@ class Pipeline(Held):
         chunk: ChunkSpec = Chunk(0),  # noqa: B008 - frozen, so safely shared
         dynamic: bool = False,
         saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None = None,
-        silence: float = 30,
+        heartbeat_timeout: float = 30,
         reports: str | Path | None = None,
     ) -> None:
-        check_arguments(stages, schedule, num_microbatches, ranks, transport, chunk, loss, reports, mesh)
+        check_arguments(stages, schedule, n_microbatches, ranks, transport, chunk, loss_fn, reports, mesh)
         self.chunk = chunk
-        self.transport = transport or transport_of(mesh, dynamic, silence)
+        self.transport = transport or transport_of(mesh, dynamic, heartbeat_timeout)
         ranks = ranks or self.transport.ranks or (schedule.ranks if isinstance(schedule, Schedule) else 0)
         if not ranks:
             raise PipelineError("a pipeline in one process is told its ranks", got="none", fix="pass ranks=")
 
         def build() -> list[float]:
             if isinstance(stages, Mapping):
-                self._built = from_stages(stages, schedule, ranks, num_microbatches, memory_limit)
+                self._built = from_stages(stages, schedule, ranks, n_microbatches, memory_limit)
             else:
                 self._built = from_model(
-                    stages, cuts, schedule, ranks, num_microbatches, memory_limit, sample, loss, sample_target,
+                    stages, cuts, schedule, ranks, n_microbatches, memory_limit, sample, loss_fn, sample_target,
                     self.transport,
                 )  # fmt: skip
             check_places(self._built, ranks, self.transport)
@@ -114,7 +114,7 @@ class Pipeline(Held):
                 index,
                 module,
                 is_last=index == last,
-                loss=loss if index == last else None,
+                loss_fn=loss_fn if index == last else None,
                 saved=saved if saved is None or isinstance(saved, AbstractContextManager) else saved(index),
             )
             for index, module in sorted(self._built.modules.items())
@@ -142,7 +142,7 @@ class Pipeline(Held):
         self,
         *inputs: Any,
         target: Any = None,
-        everywhere: dict[str, Any] | None = None,
+        stage_kwargs: dict[str, Any] | None = None,
         loss_everywhere: bool = False,
         return_outputs: bool = False,
         record: bool = True,
@@ -154,7 +154,7 @@ class Pipeline(Held):
         Args:
             inputs: the first stage's arguments, needed on its rank only.
             target: for the loss, needed on the last stage's rank only.
-            everywhere: keyword arguments for every stage, given on every rank.
+            stage_kwargs: keyword arguments for every stage, given on every rank.
             loss_everywhere: give every rank the loss.
             return_outputs: give the last stage's rank the outputs.
             record: bring every rank's times together as ``result.timeline``.
@@ -170,7 +170,8 @@ class Pipeline(Held):
         check_policy(nonfinite)
         engine = self._engine
         batch = engine.begin(
-            lambda: cut_batch(self.stages, self.schedule, self.chunk, inputs, keywords, target, everywhere, True), True
+            lambda: cut_batch(self.stages, self.schedule, self.chunk, inputs, keywords, target, stage_kwargs, True),
+            True,
         )
         with engine.guarded():
             times = engine.run(batch, True, return_outputs)
@@ -190,14 +191,14 @@ class Pipeline(Held):
         self,
         *inputs: Any,
         target: Any = None,
-        everywhere: dict[str, Any] | None = None,
+        stage_kwargs: dict[str, Any] | None = None,
         loss_everywhere: bool = False,
         return_outputs: bool = True,
         **keywords: Any,
     ) -> StepResult:
         """Forward alone, without gradients; the arguments are ``step``'s."""
         batch = self._engine.begin(
-            lambda: cut_batch(self.stages, self.schedule, self.chunk, inputs, keywords, target, everywhere, False),
+            lambda: cut_batch(self.stages, self.schedule, self.chunk, inputs, keywords, target, stage_kwargs, False),
             False,
         )
         with self._engine.guarded():

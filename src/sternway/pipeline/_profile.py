@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sternway.errors import PipelineError
 from sternway.pipeline._partition import called_modules, split_model
 from sternway.pipeline._payload import pack
-from sternway.pipeline._stage import MAIN, Loss, Microbatch, Payload, Stage
+from sternway.pipeline._stage import MAIN, LossFn, Microbatch, Payload, Stage
 from sternway.schedule import Costs
 
 _GAIN = 0.97
@@ -88,7 +88,7 @@ def profile(
     model: nn.Module | Sequence[nn.Module],
     sample: Any,
     *,
-    loss: Loss | None = None,
+    loss_fn: LossFn | None = None,
     target: Any = None,
     repeats: int = 5,
 ) -> Profile:
@@ -97,7 +97,7 @@ def profile(
     Args:
         model: stages in order, or a model, which is taken apart as ``partition`` would.
         sample: one microbatch for the first stage: a tensor, or a tuple of arguments.
-        loss: with ``target``, the loss that the last stage ends in; the output's sum, unless given.
+        loss_fn: with ``target``, the loss that the last stage ends in; the output's sum, unless given.
         target: what the loss compares with.
         repeats: how often each is timed; the median counts.
     """
@@ -107,7 +107,7 @@ def profile(
     names, modules = _taken_apart(model)
     last = len(modules) - 1
     stages = [
-        Stage(i, module, is_last=i == last, loss=(loss or _total) if i == last else None)
+        Stage(i, module, is_last=i == last, loss_fn=(loss_fn or _total) if i == last else None)
         for i, module in enumerate(modules)
     ]
     arguments = sample if type(sample) is tuple else (sample,)

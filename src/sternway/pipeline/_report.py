@@ -13,7 +13,6 @@ from typing import Any
 
 from sternway.pipeline._watch import Loss, Spot
 from sternway.schedule import Schedule
-from sternway.schedule._action import parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Position:
         done = len(self.times)
         if done >= len(actions):
             return Spot(self.step)
-        return Spot(self.step, parts(actions[done])[0].stage, str(actions[done]))
+        return Spot(self.step, actions[done].actions[0].stage, str(actions[done]))
 
     def timeline(self) -> list[dict[str, Any]]:
         """The actions done so far, in seconds from the first one's start."""

@@ -16,7 +16,6 @@ from sternway.errors import PipelineError
 from sternway.pipeline._payload import pack
 from sternway.pipeline._stage import MAIN, Microbatch, Payload, Stage
 from sternway.schedule import Action, Schedule
-from sternway.schedule._action import parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ def run_rank(step: Step, times: list[tuple[float, float]]) -> Work:
     left = dict.fromkeys(step.stages, len(step.microbatches))
     for index, planned in enumerate(step.schedule.actions[step.rank]):
         arrived: dict[Slot, Payload] = {}
-        actions = [action for action in parts(planned) if step.training or action.op == "F"]
+        actions = [action for action in planned.actions if step.training or action.op == "F"]
         for action in actions:
             for slot in step.routes.received(action):
                 arrived[slot] = yield Receive(slot)

@@ -20,7 +20,7 @@ from sternway.pipeline._payload import Spec, as_inputs, pack, unpack
 
 MAIN = "main"
 Payload = tuple[Spec, list[Tensor]]
-Loss = Callable[[Any, Any], Tensor]
+LossFn = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Microbatch:
 
     arguments: tuple[Any, ...] = ()
     keywords: dict[str, Any] | None = None  # for the first stage
-    everywhere: dict[str, Any] | None = None  # for every stage
+    stage_kwargs: dict[str, Any] | None = None  # for every stage
     target: Any = None
     weight: float = 1.0  # its share of the batch
 
@@ -62,10 +62,10 @@ class Stage:
         module: nn.Module,
         *,
         is_last: bool,
-        loss: Loss | None,
+        loss_fn: LossFn | None,
         saved: AbstractContextManager[Any] | None = None,
     ) -> None:
-        self.index, self.module, self.is_last, self.loss_function = index, module, is_last, loss
+        self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
         self._saved = saved or nullcontext()
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
@@ -85,7 +85,7 @@ class Stage:
         training = torch.is_grad_enabled()
         inputs = {name: as_inputs(*payload) if training else payload[1] for name, payload in received.items()}
         trees = {name: unpack(payload[0], inputs[name]) for name, payload in received.items()}
-        keywords = dict(microbatch.everywhere or {})
+        keywords = dict(microbatch.stage_kwargs or {})
         if MAIN in trees:
             main = trees.pop(MAIN)
             arguments = main if type(main) is tuple else (main,)
@@ -99,9 +99,9 @@ class Stage:
         payloads = {name: pack(tree) for name, tree in sent.items()}
         graph_outputs = {name: [t for t in tensors if t.requires_grad] for name, (_, tensors) in payloads.items()}
         if self.is_last:
-            if keep_output or self.loss_function is None:
+            if keep_output or self.loss_fn is None:
                 self.outputs[number] = output
-            if self.loss_function is not None and microbatch.target is not None:
+            if self.loss_fn is not None and microbatch.target is not None:
                 loss = self._loss(output, microbatch)
                 self.losses[number] = loss.detach()
                 graph_outputs[MAIN] = [loss] if loss.requires_grad else []
@@ -111,8 +111,8 @@ class Stage:
         return {name: (spec, [t.detach() for t in tensors]) for name, (spec, tensors) in payloads.items()}
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor:
-        assert self.loss_function is not None
-        loss = self.loss_function(output, microbatch.target)
+        assert self.loss_fn is not None
+        loss = self.loss_fn(output, microbatch.target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise PipelineError("the loss is one number", got=got, fix="reduce it, as by .mean()")

@@ -88,8 +88,8 @@ class LocalTransport(Transport):
     Example:
         >>> from sternway import pipeline
         >>> stages = {0: torch.nn.Linear(4, 4), 1: torch.nn.Linear(4, 4)}
-        >>> pipe = pipeline.Pipeline(stages, schedule="zb-h1", num_microbatches=2, ranks=2,
-        ...                          loss=torch.nn.functional.mse_loss, transport=pipeline.LocalTransport())
+        >>> pipe = pipeline.Pipeline(stages, schedule="zb-h1", n_microbatches=2, ranks=2,
+        ...                          loss_fn=torch.nn.functional.mse_loss, transport=pipeline.LocalTransport())
         >>> result = pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
     """
 

@@ -3,8 +3,9 @@
 A process that dies closes its connections, and whoever waits for it wakes with an error, but does not know who it was.
 One that is stopped keeps them open, and nobody wakes. So every rank has a thread that gives a sign of life through the
 store, with what the rank is doing, and reads that of the rank after it: a ring, so that a thousand ranks cost each no
-more than two. A rank whose sign does not change for ``silence`` seconds is lost. Whoever finds that, or fails itself,
-writes the first word on it into the store; all others read it there and cut their own connections, which wakes them.
+more than two. A rank whose sign does not change for ``heartbeat_timeout`` seconds is lost. Whoever finds that, or fails
+itself, writes the first word on it into the store; all others read it there and cut their own connections, which wakes
+them.
 
 The store is held by one process, and may be what is lost: a second thread, which touches nothing but the clock, notices
 that the first one gets no answer. If that process learns of a loss, it stays until the others have heard of it, too.
@@ -68,7 +69,7 @@ class Watch:
     prefix: under which to write there, the same on every rank and in no other pipeline.
     rank: this one.
     ranks: how many there are.
-    silence: for how many seconds a rank may give no sign of life.
+    heartbeat_timeout: for how many seconds a rank may give no sign of life.
     holder: who holds the store, in words.
     holds: whether it is this process.
     wake: called once when a rank is lost, to wake those that wait.
@@ -80,7 +81,7 @@ class Watch:
         prefix: str,
         rank: int,
         ranks: int,
-        silence: float,
+        heartbeat_timeout: float,
         holder: str,
         holds: bool,
         wake: Callable[[], None],
@@ -88,11 +89,17 @@ class Watch:
         self.spot: Callable[[], Spot] = Spot  # what this rank is doing
         self.awaited: Callable[[int], Spot | None] = lambda rank: None  # what another has not done yet, as known here
         self.loss: Loss | None = None
-        self._prefix, self._base = prefix, _connection(store, silence)
+        self._prefix, self._base = prefix, _connection(store, heartbeat_timeout)
         self._store = PrefixStore(prefix, self._base)
-        self._rank, self._ranks, self._silence, self._holder, self._wake_all = rank, ranks, silence, holder, wake
+        self._rank, self._ranks, self._heartbeat_timeout, self._holder, self._wake_all = (
+            rank,
+            ranks,
+            heartbeat_timeout,
+            holder,
+            wake,
+        )
         self._holds = holds
-        self.interval = min(1.0, silence / 6)
+        self.interval = min(1.0, heartbeat_timeout / 6)
         self._count = 0
         self._seen: dict[int, tuple[str, float]] = {}
         self._suspicious = False  # since a connection was lost: then
@@ -116,13 +123,13 @@ class Watch:
         """This rank fails: let the others know, unless one failed before."""
         self._told = Loss(self._rank, what, self.spot())
         self._hurry.set()
-        self._decided.wait(self._silence)
+        self._decided.wait(self._heartbeat_timeout)
 
     def cause(self) -> Loss:
-        """A connection was lost: which rank was it? Answers within ``silence`` seconds or little more."""
+        """A connection was lost: which rank was it? Answers within ``heartbeat_timeout`` seconds or little more."""
         self._suspicious = True
         self._hurry.set()
-        self._decided.wait(self._silence + 4 * self.interval)
+        self._decided.wait(self._heartbeat_timeout + 4 * self.interval)
         return self.loss or Loss(None, "a connection was lost")
 
     def others(self) -> dict[int, str]:
@@ -167,7 +174,7 @@ class Watch:
     def _guard(self) -> None:
         while not self._stop.wait(self.interval):
             silent = time.monotonic() - self._answered
-            if silent > self._silence:
+            if silent > self._heartbeat_timeout:
                 self._decide(Loss(None, f"the store, which {self._holder} holds, has not answered for {silent:.1f} s"))
                 return
 
@@ -194,10 +201,10 @@ class Watch:
         """Has the next rank stopped giving signs of life? If a connection was lost: has any, or do all go on?"""
         if not self._suspicious:
             others = [(self._rank + 1) % self._ranks]
-            return next((loss for rank in others if (loss := self._missing(rank, self._silence))), None)
+            return next((loss for rank in others if (loss := self._missing(rank, self._heartbeat_timeout))), None)
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         for rank in others:
-            if (loss := self._missing(rank, min(self._silence, max(1.0, 3 * self.interval)))) is not None:
+            if (loss := self._missing(rank, min(self._heartbeat_timeout, max(1.0, 3 * self.interval)))) is not None:
                 return loss
         if all(rank in self._alive for rank in others):
             return Loss(self._rank, "it lost a connection to another rank, though all give signs of life", self.spot())
@@ -233,10 +240,10 @@ class Watch:
         return any(sign == CLOSED for sign, _ in self._seen.values())
 
 
-def _connection(store: Any, silence: float) -> Any:
+def _connection(store: Any, heartbeat_timeout: float) -> Any:
     """A client of one's own, so that no other thread's waiting holds it up."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     client = store.clone() if hasattr(store, "clone") else store
-    client.set_timeout(timedelta(seconds=max(1.0, silence)))
+    client.set_timeout(timedelta(seconds=max(1.0, heartbeat_timeout)))
     return client

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sternway._bytes import show_bytes
 from sternway.errors import SavedError
 from sternway.saved._folder import Folder, remove_orphans
 from sternway.saved._pool import Buffer, Pool
-from sternway.saved._sizes import show_bytes
 from sternway.saved._store import Arrival, Away, Store
 from sternway.saved._ticket import Threaded, Wait, Waited
 

@@ -9,12 +9,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from sternway._bytes import parse_bytes
 from sternway.errors import SavedError
 from sternway.saved._disk import DiskStore
 from sternway.saved._engine import Engine
 from sternway.saved._policy import Policy
 from sternway.saved._pool import half_of_memory
-from sternway.saved._sizes import parse_bytes
 from sternway.saved._slot import Slots
 from sternway.saved._store import HostStore, Store
 
@@ -97,8 +97,8 @@ def offload(
     Raises:
         SavedError: options that make no sense; in a block, a disk that is full.
     """
-    window = parse_bytes(buffer, "buffer")
-    limit = half_of_memory() if pool is None else parse_bytes(pool, "pool")
+    window = parse_bytes(buffer, "buffer", SavedError)
+    limit = half_of_memory() if pool is None else parse_bytes(pool, "pool", SavedError)
     store: Store
     if to == "disk":
         if directory is None:
@@ -110,7 +110,7 @@ def offload(
         store = HostStore(limit, pinned=torch.cuda.is_available())
     else:
         raise SavedError("tensors go to the cpu or to disk", got=repr(to), fix='pass "cpu" or "disk"')
-    engine = Engine(store, _budget(budget), parse_bytes(prefetch, "prefetch"), window)
+    engine = Engine(store, _budget(budget), parse_bytes(prefetch, "prefetch", SavedError), window)
     return Offload(engine, where, min_bytes, model)
 
 
@@ -121,10 +121,10 @@ def _budget(budget: int | float | str) -> int | float | str:
         if not 0 <= budget <= 1:
             raise SavedError("a budget that is a fraction is between 0 and 1", got=repr(budget), fix="pass one")
         return budget
-    return parse_bytes(budget, "budget")
+    return parse_bytes(budget, "budget", SavedError)
 
 
 def to_host(pinned: bool) -> Offload:
     """Everything to the host's memory, page-locked or not: what ``save_on_cpu`` asks for."""
     store = HostStore(half_of_memory(), pinned=pinned)
-    return Offload(Engine(store, 0, parse_bytes("1GiB", "prefetch"), parse_bytes("1GiB", "buffer")))
+    return Offload(Engine(store, 0, parse_bytes("1GiB", "prefetch", SavedError), parse_bytes("1GiB", "buffer")))

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sternway._bytes import parse_bytes
 from sternway.errors import SavedError
 from sternway.saved._modules import Names, Where
 from sternway.saved._report import Report
-from sternway.saved._sizes import parse_bytes
 
 
 class Block:
@@ -48,7 +48,7 @@ class Policy:
         self, where: str | Iterable[str] | None = None, min_bytes: int | str = 0, model: nn.Module | None = None
     ) -> None:
         self.where = Where(where)
-        self.min_bytes = parse_bytes(min_bytes, "min_bytes")
+        self.min_bytes = parse_bytes(min_bytes, "min_bytes", SavedError)
         self.model = model
 
     def __enter__(self) -> Report:

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 
-from sternway.saved._sizes import show_bytes
+from sternway._bytes import show_bytes
 from sternway.saved._ticket import Wait
 
 _MANY = 512  # waits that are put aside before those that are over are added up

@@ -11,8 +11,8 @@ Standard library only. docs/schedules.md says what each schedule is for, and how
 """
 
 from sternway.schedule._action import Action, Op, Overlap
-from sternway.schedule._best import Comparison, Row, best
 from sternway.schedule._check import check
+from sternway.schedule._compare import Comparison, Row, compare
 from sternway.schedule._costs import Costs, StageCosts
 from sternway.schedule._csv import from_csv
 from sternway.schedule._fuse import fuse
@@ -36,8 +36,8 @@ __all__ = [
     "Schedule",
     "StageCosts",
     "Timeline",
-    "best",
     "check",
+    "compare",
     "from_csv",
     "from_json",
     "fuse",

@@ -50,6 +50,11 @@ class Action:
         return f"{self.stage}{self.op}{self.microbatch}"
 
     @property
+    def actions(self) -> tuple["Action", ...]:
+        """Itself: a step of a schedule is an action or an ``Overlap`` of two, and each has its ``actions``."""
+        return (self,)
+
+    @property
     def is_backward(self) -> bool:
         """Whether this sends a gradient to the previous stage: I or B."""
         return self.op == "I" or self.op == "B"
@@ -96,6 +101,11 @@ class Overlap:
     def __str__(self) -> str:
         return f"({self.forward};{self.backward})OVERLAP_F_B"
 
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """The forward and the backward."""
+        return (self.forward, self.backward)
+
     @staticmethod
     def parse(text: str) -> "Overlap":
         """Read what ``str(overlap)`` wrote, and nothing else."""
@@ -112,8 +122,3 @@ class Overlap:
 def parse_step(text: str) -> Action | Overlap:
     """Read an action or an overlapped pair from its text form."""
     return Overlap.parse(text) if text.startswith("(") else Action.parse(text)
-
-
-def parts(step: Action | Overlap) -> tuple[Action, ...]:
-    """Return the actions that a step runs: itself, or an overlapped pair's forward and backward."""
-    return (step,) if isinstance(step, Action) else (step.forward, step.backward)

@@ -12,7 +12,7 @@
 from typing import NoReturn
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action, parts
+from sternway.schedule._action import Action
 from sternway.schedule._costs import Costs
 from sternway.schedule._deadlock import find_circle
 from sternway.schedule._memory import memory_steps
@@ -64,14 +64,14 @@ def check(schedule: Schedule, *, memory_limit: float | None = None, costs: Costs
 
 def _check_steps(schedule: Schedule) -> None:
     """Placed, complete, ordered: what each rank's own list must keep."""
-    m, n = schedule.num_microbatches, schedule.num_stages
+    m, n = schedule.n_microbatches, schedule.num_stages
     holder = schedule.stage_ranks()
     # The step of each action, by op and then by stage * m + microbatch.
     at = {op: [_NOWHERE] * (n * m) for op in "FIWB"}
     forwards, inputs, weights, wholes = at["F"], at["I"], at["W"], at["B"]
     for rank, steps in enumerate(schedule.actions):
         for index, step in enumerate(steps):
-            for action in parts(step):
+            for action in step.actions:
                 stage, op, i = action.stage, action.op, action.microbatch
                 if stage >= n or i >= m or holder[stage] != rank:
                     _raise_misplaced(schedule, rank, index, action)
@@ -102,7 +102,7 @@ def _check_complete(
     wholes: list[int],
 ) -> None:
     """Every stage runs every microbatch's F, and B or both I and W."""
-    m = schedule.num_microbatches
+    m = schedule.n_microbatches
     for key, (f, b_input, w, b) in enumerate(zip(forwards, inputs, weights, wholes, strict=True)):
         if f != _NOWHERE and (b != _NOWHERE or (b_input != _NOWHERE and w != _NOWHERE)):
             continue
@@ -128,11 +128,11 @@ def _check_complete(
 
 def _raise_misplaced(schedule: Schedule, rank: int, step: int, action: Action) -> NoReturn:
     where = f"{action} (rank {rank}, step {step})"
-    if action.microbatch >= schedule.num_microbatches:
+    if action.microbatch >= schedule.n_microbatches:
         raise ScheduleError(
-            f"microbatches count from 0 to {schedule.num_microbatches - 1}",
+            f"microbatches count from 0 to {schedule.n_microbatches - 1}",
             got=where,
-            fix="remove it, or raise num_microbatches",
+            fix="remove it, or raise n_microbatches",
         )
     if action.stage >= schedule.num_stages:
         raise ScheduleError(
@@ -171,10 +171,10 @@ def _raise_too_early(schedule: Schedule, rank: int, step: int, action: Action, n
     wanted = f"{stage}{needs}{i}"
     later = None
     for index, other in enumerate(schedule.actions[rank]):
-        if any(str(part) == wanted for part in parts(other)):
+        if any(str(part) == wanted for part in other.actions):
             later = index
     whole = f"{stage}B{i}"
-    if action.op == "W" and any(str(p) == whole for other in schedule.actions[rank] for p in parts(other)):
+    if action.op == "W" and any(str(p) == whole for other in schedule.actions[rank] for p in other.actions):
         raise ScheduleError(
             "a backward runs once, whole as B or split as I and W",
             got=f"{action} (rank {rank}, step {step}) beside {whole}",

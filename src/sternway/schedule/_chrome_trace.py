@@ -2,7 +2,7 @@
 
 import json
 
-from sternway.schedule._action import Overlap, parts
+from sternway.schedule._action import Overlap
 from sternway.schedule._timeline import Event, Timeline
 
 # Chrome's own colour names; Perfetto picks its own by the event's name.
@@ -44,7 +44,7 @@ def to_chrome_trace(timeline: Timeline) -> str:
 
 def _slice(event: Event, critical: bool) -> dict[str, object]:
     """Return one step as a complete event."""
-    first = parts(event.action)[0]
+    first = event.action.actions[0]
     kind = "F+B" if isinstance(event.action, Overlap) else first.op
     return {
         "ph": "X",
@@ -56,8 +56,8 @@ def _slice(event: Event, critical: bool) -> dict[str, object]:
         "dur": (event.end - event.start) * 1e3,
         "cname": _COLORS[first.op],
         "args": {
-            "stage": [action.stage for action in parts(event.action)],
-            "microbatch": [action.microbatch for action in parts(event.action)],
+            "stage": [action.stage for action in event.action.actions],
+            "microbatch": [action.microbatch for action in event.action.actions],
             "critical_path": critical,
         },
     }

@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action, Overlap, parse_step, parts
+from sternway.schedule._action import Action, Overlap, parse_step
 from sternway.schedule._schedule import Dialect, Schedule
 from sternway.schedule._transfers import Step, Transfer, Upkeep, check_transfers, with_transfers
 
@@ -46,7 +46,7 @@ def to_csv(schedule: Schedule, dialect: Dialect = "compute_only") -> str:
     if dialect == "compute_only":
         lines = [",".join(map(str, steps)) for steps in schedule.actions]
     else:
-        m = schedule.num_microbatches
+        m = schedule.n_microbatches
         lines = [",".join(map(str, _with_upkeep(steps, m))) for steps in with_transfers(schedule)]
     return "\n".join(lines) + "\n"
 
@@ -56,7 +56,7 @@ def from_csv(text: str, *, name: str = "csv", dialect: Dialect | None = None) ->
 
     Example:
         >>> s = from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1\\n")
-        >>> s.ranks, s.num_microbatches, s.placement
+        >>> s.ranks, s.n_microbatches, s.placement
         (2, 2, ((0,), (1,)))
 
     Args:
@@ -78,7 +78,7 @@ def from_csv(text: str, *, name: str = "csv", dialect: Dialect | None = None) ->
         _known(dialect)
     ranks: list[list[Step]] = []
     holder: dict[int, int] = {}
-    num_microbatches = 0
+    n_microbatches = 0
     lines = text.removesuffix("\n").removesuffix("\r").split("\n")
     for rank, line in enumerate(lines):
         steps: list[Step] = []
@@ -86,8 +86,8 @@ def from_csv(text: str, *, name: str = "csv", dialect: Dialect | None = None) ->
             where = f"line {rank + 1}, column {column}"
             step = _read(cell, where, dialect)
             steps.append(step)
-            for action in parts(step) if isinstance(step, Action | Overlap) else ():
-                num_microbatches = max(num_microbatches, action.microbatch + 1)
+            for action in step.actions if isinstance(step, Action | Overlap) else ():
+                n_microbatches = max(n_microbatches, action.microbatch + 1)
                 if holder.setdefault(action.stage, rank) != rank:
                     raise ScheduleError(
                         "a stage is run by one rank",
@@ -106,7 +106,7 @@ def from_csv(text: str, *, name: str = "csv", dialect: Dialect | None = None) ->
         check_transfers(ranks, stages)
     placement = [tuple(s for s, r in enumerate(stages) if r == rank) for rank in range(len(ranks))]
     actions = [tuple(step for step in steps if isinstance(step, Action | Overlap)) for steps in ranks]
-    return Schedule(name, num_microbatches, tuple(placement), tuple(actions))
+    return Schedule(name, n_microbatches, tuple(placement), tuple(actions))
 
 
 def _known(dialect: str) -> None:
@@ -163,14 +163,14 @@ def _stages(holder: dict[int, int]) -> tuple[int, ...]:
     return tuple(holder[stage] for stage in range(len(holder)))
 
 
-def _with_upkeep(steps: list[Step], num_microbatches: int) -> Iterator[Step]:
+def _with_upkeep(steps: list[Step], n_microbatches: int) -> Iterator[Step]:
     """Yield steps with what torch's runtime does around a stage's first and last: gather, reduce, release."""
     left: dict[int, int] = {}
     for step in steps:
-        actions = parts(step) if isinstance(step, Action | Overlap) else ()
+        actions = step.actions if isinstance(step, Action | Overlap) else ()
         for action in actions:
             if action.stage not in left:
-                left[action.stage] = num_microbatches
+                left[action.stage] = n_microbatches
                 yield Upkeep(action.stage, "UNSHARD")
         yield step
         for action in actions:

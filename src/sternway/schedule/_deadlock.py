@@ -23,7 +23,7 @@ torch.distributed.pipelining places them the same way.
 from collections import deque
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action, parts
+from sternway.schedule._action import Action
 from sternway.schedule._schedule import Schedule
 
 
@@ -54,7 +54,7 @@ def run_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
     Returns:
         (rank, step) in an order in which they can run, and how many steps each rank got through.
     """
-    m = schedule.num_microbatches
+    m = schedule.n_microbatches
     last = schedule.num_stages - 1
     # Whether each activation and each gradient is made, by (2 * stage + is_gradient) * m + microbatch.
     made = bytearray(2 * schedule.num_stages * m)
@@ -66,7 +66,7 @@ def run_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
         rank = turns.popleft()
         if reached[rank] == len(schedule.actions[rank]):
             continue
-        actions = parts(schedule.actions[rank][reached[rank]])
+        actions = schedule.actions[rank][reached[rank]].actions
         blocked = -1
         for action in actions:
             if action.op == "F":
@@ -100,7 +100,7 @@ def _describe(schedule: Schedule, reached: list[int]) -> ScheduleError:
         (part.stage, part.op != "F", part.microbatch): index
         for steps in schedule.actions
         for index, step in enumerate(steps)
-        for part in parts(step)
+        for part in step.actions
         if part.op != "W"
     }
     rank = next(r for r, steps in enumerate(schedule.actions) if reached[r] < len(steps))
@@ -111,7 +111,7 @@ def _describe(schedule: Schedule, reached: list[int]) -> ScheduleError:
         step = reached[rank]
         need = next(
             need
-            for part in parts(schedule.actions[rank][step])
+            for part in schedule.actions[rank][step].actions
             if (need := waits_for(schedule, part)) is not None and step_of[need] >= reached[holder[need[0]]]
         )
         other = holder[need[0]]

@@ -53,7 +53,7 @@ def draw(timeline: Timeline, *, color: bool = False, width: int | None = None) -
 def _title(timeline: Timeline) -> str:
     s = timeline.schedule
     return (
-        f"{s.name}: {s.ranks} ranks, {s.num_microbatches} microbatches; makespan {timeline.makespan:g}, "
+        f"{s.name}: {s.ranks} ranks, {s.n_microbatches} microbatches; makespan {timeline.makespan:g}, "
         f"bubble rate {timeline.bubble_rate:.1%}, peak memory {timeline.peak_memory:g}"
     )
 

@@ -58,7 +58,7 @@ def fuse(schedule: Schedule, costs: Costs) -> Schedule:
 def length(schedule: Schedule, costs: Costs) -> tuple[float, float]:
     """How long a step is: its makespan, and among equals the longest span of a rank; rounding makes no difference."""
     timeline = simulate(schedule, costs)
-    return float(f"{timeline.makespan:.9g}"), float(f"{timeline.cost:.9g}")
+    return float(f"{timeline.makespan:.9g}"), float(f"{timeline.span:.9g}")
 
 
 def _settle(

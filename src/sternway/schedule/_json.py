@@ -8,7 +8,7 @@ from sternway.schedule._action import parse_step
 from sternway.schedule._schedule import Schedule
 
 _FORMAT = "sternway.schedule/1"
-_FIELDS = ("format", "name", "num_microbatches", "placement", "actions")
+_FIELDS = ("format", "name", "n_microbatches", "placement", "actions")
 
 
 def to_json(schedule: Schedule) -> str:
@@ -20,7 +20,7 @@ def to_json(schedule: Schedule) -> str:
         {
          "format": "sternway.schedule/1",
          "name": "1f1b",
-         "num_microbatches": 1,
+         "n_microbatches": 1,
          "placement": [[0]],
          "actions": [
           ["0F0", "0B0"]
@@ -31,7 +31,7 @@ def to_json(schedule: Schedule) -> str:
     rows = ",\n  ".join(json.dumps([str(step) for step in steps]) for steps in schedule.actions)
     return (
         f'{{\n "format": "{_FORMAT}",\n "name": {json.dumps(schedule.name)},\n'
-        f' "num_microbatches": {schedule.num_microbatches},\n'
+        f' "n_microbatches": {schedule.n_microbatches},\n'
         f' "placement": {json.dumps(schedule.placement)},\n "actions": [\n  {rows}\n ]\n}}'
     )
 
@@ -62,10 +62,10 @@ def from_json(text: str) -> Schedule:
             got=", ".join(data),
             fix="write it with to_json",
         )
-    name, microbatches = data["name"], data["num_microbatches"]
+    name, microbatches = data["name"], data["n_microbatches"]
     if not isinstance(name, str) or type(microbatches) is not int:
         raise ScheduleError(
-            "name is text and num_microbatches a whole number",
+            "name is text and n_microbatches a whole number",
             got=f"{name!r} and {microbatches!r}",
             fix="write it with to_json",
         )

@@ -7,7 +7,7 @@ frees counts until its end, so that an overlapped pair has both at once.
 
 from collections.abc import Iterable, Iterator
 
-from sternway.schedule._action import Action, Overlap, parts
+from sternway.schedule._action import Action, Overlap
 
 
 def memory_steps(
@@ -23,7 +23,7 @@ def memory_steps(
     # Counts, so that thirds and the like do not drift: microbatches before their I, and between I and W.
     full = split = 0
     for step in steps:
-        actions = parts(step)
+        actions = step.actions
         for action in actions:
             if action.op == "F":
                 full += 1

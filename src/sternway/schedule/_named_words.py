@@ -7,7 +7,6 @@ actions: every action then ends no later than it did, and memory is the same.
 from collections.abc import Iterator
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import parts
 from sternway.schedule._make import make
 from sternway.schedule._problem import Problem, Words
 from sternway.schedule._schedule import Schedule
@@ -37,7 +36,7 @@ def to_words(schedule: Schedule) -> Words:
     for steps in schedule.actions:
         word: list[int] = []
         for step in steps:
-            for action in parts(step):
+            for action in step.actions:
                 kinds = {"F": (0,), "I": (1,), "W": (2,), "B": (1, 2)}[action.op]
                 word.extend(3 * action.stage + kind for kind in kinds)
         words.append(word)

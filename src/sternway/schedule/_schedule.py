@@ -27,7 +27,7 @@ class Schedule:
 
     Example:
         >>> f, b = Action(0, "F", 0), Action(0, "B", 0)
-        >>> s = Schedule(name="mine", num_microbatches=1, placement=((0,),), actions=((f, b),))
+        >>> s = Schedule(name="mine", n_microbatches=1, placement=((0,),), actions=((f, b),))
         >>> s.ranks, s.num_stages, s.rank_of(0)
         (1, 1, 0)
         >>> s.check() is s
@@ -35,7 +35,7 @@ class Schedule:
 
     Args:
         name: what to call it in tables and drawings.
-        num_microbatches: how many microbatches a step has.
+        n_microbatches: how many microbatches a step has.
         placement: the stages that each rank holds.
         actions: for each rank, its actions in order.
 
@@ -45,16 +45,16 @@ class Schedule:
     """
 
     name: str
-    num_microbatches: int
+    n_microbatches: int
     placement: Placement
     actions: tuple[tuple[Action | Overlap, ...], ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", tuple(tuple(stages) for stages in self.placement))
         object.__setattr__(self, "actions", tuple(tuple(steps) for steps in self.actions))
-        if type(self.num_microbatches) is not int or self.num_microbatches < 1:
+        if type(self.n_microbatches) is not int or self.n_microbatches < 1:
             raise ScheduleError(
-                "a schedule has at least one microbatch", got=str(self.num_microbatches), fix="pass 1 or more"
+                "a schedule has at least one microbatch", got=str(self.n_microbatches), fix="pass 1 or more"
             )
         if len(self.placement) != len(self.actions) or not self.placement:
             raise ScheduleError(
@@ -62,7 +62,7 @@ class Schedule:
                 got=f"{len(self.placement)} ranks placed, {len(self.actions)} with actions",
                 fix="give both the same, nonzero length",
             )
-        check_size(1, self.num_microbatches, sum(map(len, self.placement)))
+        check_size(1, self.n_microbatches, sum(map(len, self.placement)))
         held = sorted(stage for stages in self.placement for stage in stages)
         if not held or held != list(range(len(held))):
             raise ScheduleError(
@@ -160,7 +160,7 @@ def v_placement(ranks: int) -> Placement:
 
 
 def freeze(
-    name: str, num_microbatches: int, placement: Placement, actions: Sequence[Sequence[Action | Overlap]]
+    name: str, n_microbatches: int, placement: Placement, actions: Sequence[Sequence[Action | Overlap]]
 ) -> Schedule:
     """Build a schedule from lists."""
-    return Schedule(name, num_microbatches, placement, tuple(tuple(steps) for steps in actions))
+    return Schedule(name, n_microbatches, placement, tuple(tuple(steps) for steps in actions))

@@ -16,7 +16,7 @@ import math
 from collections import deque
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action, parts
+from sternway.schedule._action import Action
 from sternway.schedule._costs import Costs, StageCosts
 from sternway.schedule._memory import peak
 from sternway.schedule._schedule import Schedule
@@ -34,8 +34,8 @@ class _Run:
 
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
         self.schedule, self.costs = schedule, costs
-        self.num_microbatches, self.num_stages = schedule.num_microbatches, schedule.num_stages
-        keys = 2 * self.num_stages * self.num_microbatches
+        self.n_microbatches, self.num_stages = schedule.n_microbatches, schedule.num_stages
+        keys = 2 * self.num_stages * self.n_microbatches
         self.ends = [_NOT_MADE] * keys
         self.makers: list[Event | None] = [None] * keys
         self.waiting: dict[int, int] = {}
@@ -46,7 +46,7 @@ class _Run:
     def keys(self, action: Action) -> tuple[int, int, int]:
         """Return the keys of what an action makes and of the two results it needs, -1 for none."""
         stage, op, microbatch = action.stage, action.op, action.microbatch
-        m = self.num_microbatches
+        m = self.n_microbatches
         if stage >= self.num_stages or microbatch >= m:
             raise ScheduleError(
                 f"a schedule has stages below {self.num_stages} and microbatches below {m}",
@@ -70,7 +70,7 @@ class _Run:
             step = steps[index]
             start, cause = (last.end, last) if last else (0.0, None)
             length, made = 0.0, []
-            for action in parts(step):
+            for action in step.actions:
                 makes, one, other = keys(action)
                 for need in (one, other):
                     if need < 0:
@@ -124,7 +124,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:  # noqa: B
     busy = tuple(math.fsum(e.end - e.start for e in rank) for rank in events)
     spans = tuple(rank[-1].end - rank[0].start if rank else 0.0 for rank in events)
     makespan = max((rank[-1].end for rank in events if rank), default=0.0)
-    cost, work = max(spans), max(busy)
+    span, work = max(spans), max(busy)
     path = _critical_path(run)
     return Timeline(
         schedule=schedule,
@@ -133,8 +133,8 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:  # noqa: B
         makespan=makespan,
         busy=busy,
         idle=tuple(max(0.0, span - used) for span, used in zip(spans, busy, strict=True)),
-        cost=cost,
-        bubble_rate=max(0.0, (cost - work) / cost) if cost > 0 else 0.0,  # rounding may leave less than none
+        span=span,
+        bubble_rate=max(0.0, (span - work) / span) if span > 0 else 0.0,  # rounding may leave less than none
         peaks=tuple(
             peak(steps, stages=max(1, len(stages)), memory_after_i=costs.memory_after_I)
             for steps, stages in zip(schedule.actions, schedule.placement, strict=True)
@@ -179,7 +179,7 @@ def _bottlenecks(path: tuple[Event, ...], costs: StageCosts, makespan: float) ->
         if event.start > clock:
             times["comm"] = times.get("comm", 0.0) + event.start - clock
         clock = event.end
-        for action in parts(event.action):
+        for action in event.action.actions:
             what = f"{action.op} of stage {action.stage}"
             times[what] = times.get(what, 0.0) + costs.of(action.op, action.stage)
     ordered = sorted(times.items(), key=lambda item: (-item[1], item[0]))

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from sternway.schedule._action import Overlap, parts
+from sternway.schedule._action import Overlap
 from sternway.schedule._timeline import Event, Timeline
 
 _FILL = {"F": "#56B4E9", "I": "#E69F00", "W": "#009E73", "B": "#D55E00", "+": "#CC79A7"}
@@ -83,7 +83,7 @@ def to_svg(timeline: Timeline) -> str:
 def _heading(timeline: Timeline) -> Iterator[str]:
     """The title, the numbers, and what the colours mean."""
     s = timeline.schedule
-    title = f"{s.name}: {s.ranks} ranks, {s.num_microbatches} microbatches"
+    title = f"{s.name}: {s.ranks} ranks, {s.n_microbatches} microbatches"
     numbers = (
         f"makespan {timeline.makespan:g}, bubble rate {timeline.bubble_rate:.2%}, peak memory {timeline.peak_memory:g}"
     )
@@ -116,7 +116,7 @@ def _ranks(timeline: Timeline, page: _Page) -> Iterator[str]:
 def _box(timeline: Timeline, page: _Page, event: Event, top: float) -> str:
     """One action: a box with a tooltip, and its microbatch's number where it fits."""
     x, width = page.x(event.start), (event.end - event.start) * page.scale
-    first = parts(event.action)[0]
+    first = event.action.actions[0]
     local = timeline.schedule.placement[event.rank].index(first.stage)
     fill = _FILL[_kind(event)]
     shade = _tint(fill, 0.55 * local / max(1, len(timeline.schedule.placement[event.rank]) - 1))
@@ -125,7 +125,7 @@ def _box(timeline: Timeline, page: _Page, event: Event, top: float) -> str:
         f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_BOX}" '
         f'fill="{shade}" stroke="#fff" stroke-width="{min(1.0, width / 8):.2f}"/>'
     )
-    label = "·".join(str(action.microbatch) for action in parts(event.action))
+    label = "·".join(str(action.microbatch) for action in event.action.actions)
     if width >= 6.5 * len(label) + 2:
         box += f'<text x="{x + width / 2:.2f}" y="{top + 16}" text-anchor="middle">{label}</text>'
     return box + "</g>"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action, Overlap, parts
+from sternway.schedule._action import Action, Overlap
 from sternway.schedule._check import check
 from sternway.schedule._deadlock import run_order
 from sternway.schedule._schedule import Schedule
@@ -68,7 +68,7 @@ def with_transfers(schedule: Schedule) -> list[list[Step]]:
     for rank, index in run_order(schedule)[0]:
         step = schedule.actions[rank][index]
         ranks[rank].append(step)
-        for action in parts(step):
+        for action in step.actions:
             send = sends(action, schedule.num_stages)
             if send is not None and holder[send.other.stage] != rank:
                 ranks[rank].append(send)
@@ -111,7 +111,7 @@ def check_transfers(ranks: list[list[Step]], holder: tuple[int, ...]) -> None:
     for rank, steps in enumerate(ranks):
         for index, step in enumerate(steps):
             if isinstance(step, Action | Overlap):
-                for action in parts(step):
+                for action in step.actions:
                     expected |= _check_in_time(action, (rank, index), holder, at)
     for transfer, (rank, index) in at.items():
         where = f"{transfer} (rank {rank}, step {index})"

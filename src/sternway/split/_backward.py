@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from sternway._tree import leaves, replace_leaves
 from sternway.errors import SplitError
 from sternway.split._compiled._offer import Offer, making
+from sternway.split._pairs import pair_leaves
 from sternway.split._part import Cut
 from sternway.split._pending import Pending
 from sternway.split._plan import make_plan
 from sternway.split._target import Edge, Node
-from sternway.split._tree import leaves, pair_leaves, replace_leaves
 from sternway.split._unsupported import refuse_resharded
 
 

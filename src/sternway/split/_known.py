@@ -22,8 +22,8 @@ def _product_right(node: Any) -> Product:
     return Product(left=node._saved_self)
 
 
-@rule("MmBackward0", 0, role="other_side")
-@rule("BmmBackward0", 0, role="other_side")
+@rule("MmBackward0", 0, role="left")
+@rule("BmmBackward0", 0, role="left")
 def _product_left(node: Any) -> Product:
     return Product(right=node._saved_mat2)
 
@@ -36,7 +36,7 @@ def _addmm_right(node: Any) -> Product:
     return Product(left=node._saved_mat1, scale=node._saved_alpha.conjugate())
 
 
-@rule("AddmmBackward0", 1, role="other_side")
+@rule("AddmmBackward0", 1, role="left")
 def _addmm_left(node: Any) -> Product:
     return Product(right=node._saved_mat2, scale=node._saved_alpha.conjugate())
 
@@ -46,13 +46,13 @@ def _baddbmm_right(node: Any) -> Product:
     return Product(left=node._saved_batch1, scale=node._saved_alpha.conjugate())
 
 
-@rule("BaddbmmBackward0", 1, role="other_side")
+@rule("BaddbmmBackward0", 1, role="left")
 def _baddbmm_left(node: Any) -> Product:
     return Product(right=node._saved_batch2, scale=node._saved_alpha.conjugate())
 
 
-@rule("AddmmBackward0", 0, role="rider")
-@rule("BaddbmmBackward0", 0, role="rider")
+@rule("AddmmBackward0", 0, role="bias")
+@rule("BaddbmmBackward0", 0, role="bias")
 def _added(node: Any) -> Later | None:
     beta = node._saved_beta.conjugate()
     return None if beta == 1 else Later(lambda grad: grad * beta)
@@ -79,7 +79,7 @@ def _convolution_weight(node: Any) -> Later:
     return Later(compute, node._saved_input, node._saved_weight)
 
 
-@rule("ConvolutionBackward0", 2, role="rider")
+@rule("ConvolutionBackward0", 2, role="bias")
 def _convolution_bias(node: Any) -> Later:
     return Later(lambda grad: grad.sum([dim for dim in range(grad.ndim) if dim != 1]))
 

@@ -166,12 +166,12 @@ class _Planner:
             return edges
         parts = (
             self.chains_of(operands.weights, edges)
-            or self.chains_of(operands.other_sides, edges)
-            or self.second_choice(operands.weights + operands.other_sides, edges)
+            or self.chains_of(operands.lefts, edges)
+            or self.second_choice(operands.weights + operands.lefts, edges)
         )
         if not parts:
             return edges
-        parts += self.chains_of(operands.riders, edges)
+        parts += self.chains_of(operands.biases, edges)
         waiting = [part.position for part in parts]
         followed = [edge for place, edge in enumerate(edges) if edge[0] is not None and place not in waiting]
         if packed is Packing.CHECKPOINT and not followed:

@@ -35,8 +35,8 @@ class Operands:
     """What a node kind's rules cover, by when an operand waits."""
 
     weights: tuple[Operand, ...] = ()  # whenever it is made of parameters
-    other_sides: tuple[Operand, ...] = ()  # if no weight does: the left of a product, where weights seldom stand
-    riders: tuple[Operand, ...] = ()  # if another operand of the node does: a bias
+    lefts: tuple[Operand, ...] = ()  # if no weight does: the left of a product, where weights seldom stand
+    biases: tuple[Operand, ...] = ()  # if another operand of the node does: a bias
 
 
 RULES: dict[str, Operands] = {}
@@ -44,7 +44,7 @@ RULES: dict[str, Operands] = {}
 
 
 def rule(
-    kind: str, operand: int = 0, *, role: Literal["weight", "other_side", "rider"] = "weight"
+    kind: str, operand: int = 0, *, role: Literal["weight", "left", "bias"] = "weight"
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Teach the split one operand of a node kind, such as a custom ``autograd.Function``.
 
@@ -67,7 +67,7 @@ def rule(
         kind: the node's type name, as ``type(tensor.grad_fn).__name__`` gives it.
         operand: the operand's place among the inputs (its index in ``node.next_functions``). Several operands of a
             kind are taught by several calls.
-        role: "weight" waits whenever it is made of parameters; "other_side" if no weight of the node does; "rider" if
+        role: "weight" waits whenever it is made of parameters; "left" if no weight of the node does; "bias" if
             another operand of the node does, as a bias, for which alone the output's gradient is not worth holding.
 
     The rule is used for nodes with one output. It replaces an earlier rule for the same kind and operand.
@@ -85,9 +85,7 @@ def rule(
 
     field = _FIELDS.get(role)
     if field is None:
-        raise SplitError(
-            "an operand's role is one of three", got=repr(role), fix="pass 'weight', 'other_side' or 'rider'"
-        )
+        raise SplitError("an operand's role is one of three", got=repr(role), fix="pass 'weight', 'left' or 'rider'")
 
     def register(function: RuleFunction) -> RuleFunction:
         known = RULES.get(kind, Operands())
@@ -101,4 +99,4 @@ def rule(
     return register
 
 
-_FIELDS = {"weight": "weights", "other_side": "other_sides", "rider": "riders"}
+_FIELDS = {"weight": "weights", "left": "lefts", "bias": "biases"}

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from sternway.errors import SplitError
 from sternway.split._backward import backward_input
-from sternway.split._tree import pair_leaves
+from sternway.split._pairs import pair_leaves
 
 
 def stage_backward(

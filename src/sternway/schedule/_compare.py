@@ -58,7 +58,7 @@ class Row:
         """How far its cost is above the bound, as a part of it; negative only where it does not fit."""
         if self.bound <= 0:
             return 0.0
-        gap = self.timeline.cost / self.bound - 1
+        gap = self.timeline.span / self.bound - 1
         return 0.0 if abs(gap) < EPSILON else gap
 
 
@@ -95,7 +95,7 @@ class Comparison:
         return "\n".join(text)
 
 
-def best(
+def compare(
     costs: Costs,
     *,
     ranks: int,
@@ -107,7 +107,7 @@ def best(
 
     Example:
         >>> from sternway.schedule import Costs
-        >>> comparison = best(Costs(), ranks=2, microbatches=4, memory_limit=2)
+        >>> comparison = compare(Costs(), ranks=2, microbatches=4, memory_limit=2)
         >>> comparison.best.fits, round(comparison.best.bubble_rate, 4)
         (True, 0.0)
 
@@ -161,13 +161,13 @@ def _builders(
 def _measure(name: str, schedule: Schedule, costs: Costs, memory_limit: float) -> Row:
     """Time a schedule and hold it against the limit and the bound."""
     timeline = schedule.simulate(costs)
-    least = bound(resolve(costs, schedule.placement, schedule.num_microbatches, memory_limit, joined=True))
+    least = bound(resolve(costs, schedule.placement, schedule.n_microbatches, memory_limit, joined=True))
     return Row(name, schedule, timeline, least, fits=timeline.peak_memory <= memory_limit + EPSILON)
 
 
 def _order(row: Row) -> tuple[bool, float, float]:
     """Return what to sort rows by; costs that differ by rounding only are the same."""
-    return not row.fits, float(f"{row.timeline.cost:.9g}"), row.makespan
+    return not row.fits, float(f"{row.timeline.span:.9g}"), row.makespan
 
 
 def _cells(row: Row, limit: float) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 import pytest
 
 from sternway.errors import ScheduleError
-from sternway.schedule import Costs, best, lower_bound, names
+from sternway.schedule import Costs, compare, lower_bound, names
 
 COSTS = Costs(F=2.0, I=2.0, W=1.0, comm=0.1, memory_after_I=0.5)
 NUMBERS = {"ranks": 4, "microbatches": 8, "memory_limit": 4}
@@ -11,7 +11,7 @@ NUMBERS = {"ranks": 4, "microbatches": 8, "memory_limit": 4}
 
 @pytest.fixture(scope="module")
 def comparison():
-    return best(COSTS, **NUMBERS)
+    return compare(COSTS, **NUMBERS)
 
 
 def test_every_schedule_has_its_row(comparison):
@@ -26,7 +26,7 @@ def test_rows_are_what_a_simulation_says(comparison):
         assert (row.bubble_rate, row.makespan) == (timeline.bubble_rate, timeline.makespan)
         assert row.peak_memory == timeline.peak_memory
         assert row.fits == (timeline.peak_memory <= 4 + 1e-9)
-        assert row.gap == pytest.approx(timeline.cost / row.bound - 1, abs=1e-9)
+        assert row.gap == pytest.approx(timeline.span / row.bound - 1, abs=1e-9)
         assert row.gap >= 0 or not row.fits
 
 
@@ -36,7 +36,7 @@ def test_those_that_fit_come_first_and_the_best_of_them_is_the_best(comparison):
     assert any(fits)
     assert not all(fits)
     fitting = [row for row in comparison.rows if row.fits]
-    costs = [row.timeline.cost for row in fitting]
+    costs = [row.timeline.span for row in fitting]
     assert costs == pytest.approx(sorted(costs))
     assert comparison.best == fitting[0]
     assert comparison.best.name in ("search", "search-v")
@@ -60,17 +60,17 @@ def test_the_table_reads_as_text(comparison):
 
 
 def test_what_cannot_be_made_is_listed_with_the_reason():
-    comparison = best(Costs(F=[1.0, 2.0, 1.0]), ranks=3, microbatches=4, memory_limit=3)
+    comparison = compare(Costs(F=[1.0, 2.0, 1.0]), ranks=3, microbatches=4, memory_limit=3)
     unmade = dict(comparison.unmade)
     assert "one number for each of the 6 stages; got 3 for F" in unmade["zb-v"]
     assert "one number for each of the 6 stages; got 3 for F" in unmade["search-v"]
     searched = next(row for row in comparison.rows if row.name == "search")
-    assert comparison.best.timeline.cost == pytest.approx(searched.timeline.cost)
+    assert comparison.best.timeline.span == pytest.approx(searched.timeline.span)
     assert "got 3 for F" in comparison.table()
 
 
 def test_one_rank_and_one_microbatch_have_nothing_to_gain():
-    comparison = best(Costs(), ranks=1, microbatches=1, memory_limit=1)
+    comparison = compare(Costs(), ranks=1, microbatches=1, memory_limit=1)
     assert {row.gap for row in comparison.rows} == {0.0}
 
 
@@ -84,11 +84,11 @@ def test_one_rank_and_one_microbatch_have_nothing_to_gain():
 )
 def test_where_nothing_fits_it_says_what_would(costs, numbers, message):
     with pytest.raises(ScheduleError, match=message):
-        best(costs, **NUMBERS | numbers)
+        compare(costs, **NUMBERS | numbers)
 
 
 def test_progress_goes_up_to_the_end():
     told = []
-    best(COSTS, **NUMBERS, progress=lambda done, total: told.append((done, total)))
+    compare(COSTS, **NUMBERS, progress=lambda done, total: told.append((done, total)))
     assert told == sorted(told)
     assert told[-1] == (2000, 2000)

@@ -1,0 +1,55 @@
+"""The memory behind tensors: which storages, and how many bytes, each counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from sternway._torch import autograd
+
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def dense_parts(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors that hold a tensor's elements: itself, but for sparse ones and wrapper subclasses."""
+    if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
+        if tensor.layout is torch.strided:
+            return [tensor]
+        with torch.no_grad():
+            if tensor.layout is torch.sparse_coo:
+                return list(autograd.sparse_parts(tensor))
+            if tensor.layout in _COMPRESSED:
+                rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+                outer = tensor.crow_indices() if rows else tensor.ccol_indices()
+                return [outer, tensor.col_indices() if rows else tensor.row_indices(), tensor.values()]
+        return []
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [tensor]
+    return [part for name in flatten()[0] for part in dense_parts(getattr(tensor, name))]
+
+
+def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of each storage behind ``tensors``, by the storage's number; what has no storage is passed over.
+
+    Example:
+        >>> tensor = torch.zeros(4)
+        >>> list(storage_sizes([tensor, tensor[:2]]).values())
+        [16]
+    """
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        for part in dense_parts(tensor):
+            try:
+                sizes[autograd.storage_id(part)] = part.untyped_storage().nbytes()
+            except (RuntimeError, NotImplementedError):  # a tensor without storage
+                continue
+    return sizes
+
+
+def storage_bytes(tensors: Iterable[Tensor], apart: Iterable[Tensor] = ()) -> int:
+    """Bytes behind ``tensors``, each storage once, those of ``apart`` not counted."""
+    skip = storage_sizes(apart)
+    return sum(size for key, size in storage_sizes(tensors).items() if key not in skip)

@@ -1,0 +1,19 @@
+"""Every private name of torch that Sternway leans on, each with a probe.
+
+No other room touches a private name of torch; ``tests/test_seam.py`` holds that. One module an area:
+
+    autograd      tensors, the engine and its graph tasks, storages
+    nodes         node kinds and the tensors that they save
+    saved_hooks   the stack of saved-tensor hooks, checkpoints' frames
+    compile       AOTAutograd, Inductor
+    tracing       Dynamo and functionalization, for what runs inside compiled code
+    distributed   process groups, stores, FSDP, DDP, torch.distributed.pipelining
+
+A *probe* is a tiny real use that says whether a name still does what we need. A feature calls ``require`` when it is
+first used: that runs its probes once, and raises ``UnsupportedTorch`` with the name if one fails. ``sternway doctor``
+runs all of them.
+"""
+
+from sternway._torch.probe import Feature, Probe, all_probes, require
+
+__all__ = ["Feature", "Probe", "all_probes", "require"]

@@ -1,0 +1,1 @@
+"""AOTAutograd and Inductor: how a compiled forward and its backward are made."""

@@ -1,0 +1,1 @@
+"""Process groups and stores, FSDP and DDP, torch.distributed.pipelining."""

@@ -1,0 +1,1 @@
+"""Node kinds by name, and the tensors that nodes save."""

@@ -1,0 +1,102 @@
+"""Probes: does this torch still do what we need?
+
+Probes run in a thread of their own, since a thread starts with gradients on, no autocast, no hooks and no modes,
+whatever the caller has set. They draw no random numbers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Literal, get_args
+
+import torch
+
+from sternway.errors import SternwayError, UnsupportedTorch
+
+Feature = Literal["hooks", "saved", "state", "split", "split.compiled", "split.install", "graph", "pipeline"]
+"""What a user loses where a probe fails."""
+
+_AREAS = ("autograd", "nodes", "saved_hooks", "compile", "tracing", "distributed")
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One private name of torch.
+
+    Attributes:
+        name: torch's own name for it, as one would search for it.
+        expected: what we need it to do.
+        features: what does not work without it.
+        check: a tiny real use; false, or an exception, where torch does not do it any more.
+    """
+
+    name: str
+    expected: str
+    features: tuple[Feature, ...]
+    check: Callable[[], object]
+
+    def fault(self) -> str | None:
+        """What went wrong, or None if torch does what we need."""
+        found: list[str | None] = []
+
+        def run() -> None:
+            try:
+                found.append(None if self.check() else "something else")
+            except Exception as error:
+                found.append(f"{type(error).__name__}: {error}")
+
+        thread = threading.Thread(target=run, name=f"probe {self.name}")
+        thread.start()
+        thread.join()
+        return found[0]
+
+
+_PROBES: list[Probe] = []
+
+
+def probe(name: str, *, expected: str, features: tuple[Feature, ...]) -> Callable[[Callable[[], object]], Probe]:
+    """Make a ``Probe`` of a function, and register it.
+
+    Example:
+        >>> @probe("Tensor._version", expected="counts in-place changes", features=("split", "saved"))
+        ... def _version():
+        ...     tensor = torch.zeros(1)
+        ...     before = tensor._version
+        ...     return tensor.add_(1)._version == before + 1                    # doctest: +SKIP
+    """
+
+    def register(check: Callable[[], object]) -> Probe:
+        made = Probe(name, expected, features, check)
+        _PROBES.append(made)
+        return made
+
+    return register
+
+
+def all_probes() -> tuple[Probe, ...]:
+    """Every probe of every area, in the order of the areas."""
+    for area in _AREAS:
+        import_module(f"sternway._torch.{area}")
+    return tuple(_PROBES)
+
+
+@cache  # an exception is not kept: a feature that failed is probed again at its next use
+def require(feature: Feature) -> None:
+    """Raise ``UnsupportedTorch`` unless this torch does all that ``feature`` needs; probed once per process.
+
+    Example:
+        >>> require("split")
+    """
+    if feature not in get_args(Feature):
+        raise SternwayError("a feature must be one of those that probes name", got=repr(feature))
+    for each in all_probes():
+        if feature in each.features and (fault := each.fault()) is not None:
+            raise UnsupportedTorch(
+                f"{each.name} must do what {' and '.join(each.features)} need: it {each.expected}",
+                got=f"{fault} with torch {torch.__version__}",
+                fix="use a release of torch that `sternway doctor` passes, or one of sternway that knows this torch",
+            )

@@ -1,0 +1,1 @@
+"""The stack of saved-tensor hooks, and the frames of checkpoints."""

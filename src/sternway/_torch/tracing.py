@@ -1,0 +1,1 @@
+"""Dynamo and functionalization: what runs while torch.compile traces."""
