@@ -65,7 +65,7 @@ X = torch.randn(4, 4)
 
 
 def pipe(**options: Any) -> pipeline.Pipeline:
-    known = {"schedule": "1f1b", "n_microbatches": 2, "ranks": 2, "loss": F.mse_loss}
+    known = {"schedule": "1f1b", "n_microbatches": 2, "ranks": 2, "loss_fn": F.mse_loss}
     stages = options.pop("stages", None)
     arguments = known | {"transport": pipeline.LocalTransport()} | options
     return pipeline.Pipeline(model() if stages is None else stages, **arguments)
@@ -119,7 +119,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     **{
         f"Pipeline {name}": lambda v, name=name: pipe(**{name: v})
         for name in (
-            *("schedule", "n_microbatches", "ranks", "loss", "cuts", "sample", "memory_limit", "tied"),
+            *("schedule", "n_microbatches", "ranks", "loss_fn", "cuts", "sample", "memory_limit", "tied"),
             *("skips", "mesh", "chunk", "reports"),
         )
     },

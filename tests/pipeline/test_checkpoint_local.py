@@ -169,7 +169,7 @@ def test_buffers_and_stages_given_apart(tmp_path: Path) -> None:
         return {i: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for i in range(2)}
 
     def pipe_with(modules: dict[int, nn.Module]) -> Pipeline:
-        options: dict[str, Any] = {"schedule": "1f1b", "n_microbatches": 2, "ranks": 2, "loss": F.mse_loss}
+        options: dict[str, Any] = {"schedule": "1f1b", "n_microbatches": 2, "ranks": 2, "loss_fn": F.mse_loss}
         return Pipeline(modules, transport=LocalTransport(), **options)
 
     mine, other = stages(), stages()

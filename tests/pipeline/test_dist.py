@@ -211,7 +211,7 @@ def test_an_error_in_one_stage_is_an_error_on_every_rank(ranks: int, broken: int
 
 def _misfits(rank: int) -> None:
     def build(stages: dict[int, nn.Module], **options: Any) -> Pipeline:
-        return Pipeline(stages, **{"schedule": "1f1b", "n_microbatches": 2, "loss": F.mse_loss} | options)
+        return Pipeline(stages, **{"schedule": "1f1b", "n_microbatches": 2, "loss_fn": F.mse_loss} | options)
 
     layer = nn.Linear(DIM, DIM)
     with pytest.raises(PipelineError, match="all ranks run one schedule; got another on rank 1"):

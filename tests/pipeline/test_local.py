@@ -317,7 +317,7 @@ def test_state_dict_round_trip() -> None:
 
 class TestMistakes:
     def pipe(self, **options: Any) -> Pipeline:
-        arguments = {"schedule": "1f1b", "n_microbatches": 2, "ranks": 2, "loss": F.mse_loss} | options
+        arguments = {"schedule": "1f1b", "n_microbatches": 2, "ranks": 2, "loss_fn": F.mse_loss} | options
         return Pipeline(arguments.pop("stages", stages_of(2)), transport=LocalTransport(), **arguments)
 
     @pytest.mark.parametrize(

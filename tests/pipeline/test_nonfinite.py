@@ -53,7 +53,7 @@ class Always(nn.Module):
 
 
 def pipe_of(modules: dict[int, nn.Module], **options: Any) -> Pipeline:
-    return Pipeline(modules, **{"schedule": "1f1b", "n_microbatches": 2, "loss": F.mse_loss} | options)
+    return Pipeline(modules, **{"schedule": "1f1b", "n_microbatches": 2, "loss_fn": F.mse_loss} | options)
 
 
 def local(modules: dict[int, nn.Module], **options: Any) -> Pipeline:

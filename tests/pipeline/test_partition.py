@@ -195,7 +195,7 @@ def test_a_model_tied_in_itself() -> None:
     ],
 )
 def test_models_that_do_not_fit(options: dict, message: str) -> None:
-    arguments = {"schedule": "1f1b", "n_microbatches": 2, "ranks": 2, "loss": F.mse_loss} | options
+    arguments = {"schedule": "1f1b", "n_microbatches": 2, "ranks": 2, "loss_fn": F.mse_loss} | options
     if options["cuts"] == ["1", "2"]:
         arguments["schedule"] = schedule.make("1f1b", ranks=2, microbatches=2)
     with pytest.raises(PipelineError, match=message):
