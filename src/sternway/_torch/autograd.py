@@ -25,7 +25,7 @@ accumulate_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_post_
 """What ``register_post_accumulate_grad_hook`` put on a leaf."""
 
 gradient_slots: Callable[[Any], Sequence[Any]] = attrgetter("_input_metadata")
-"""Of a node, what each gradient that arrives at it is like: ``shape``, ``dtype``, ``device``, ``layout``."""
+"""Of a node, what each gradient that arrives at it is like: ``shape``, ``dtype``, ``device``."""
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor that a differentiable view shows."""
