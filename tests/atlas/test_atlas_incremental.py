@@ -10,7 +10,7 @@ import odd_tree
 import pytest
 
 from sternway import atlas
-from sternway.atlas import _store
+from sternway.atlas.run import _store
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_two_builds_are_identical_bytes(source: Path, out: Path, tmp_path: Path)
 def test_processes_and_one_process_write_the_same(
     source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sternway.atlas import _run
+    from sternway.atlas.run import _run
 
     atlas.build(source, out, jobs=1)
     monkeypatch.setattr(_run, "_SMALL", 0)
@@ -96,7 +96,7 @@ def test_a_damaged_page_is_made_again(source: Path, out: Path) -> None:
 
 def test_another_generator_makes_every_page_again(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = atlas.build(source, out)
-    monkeypatch.setattr("sternway.atlas._run.generator", lambda: "another")
+    monkeypatch.setattr("sternway.atlas.run._run.generator", lambda: "another")
     second = atlas.build(source, out)
     assert (second.written, second.kept) == (0, first.written)  # made again, the same
     assert json.loads((out / ".atlas" / "manifest.json").read_text())["generator"] == "another"

@@ -11,8 +11,8 @@ import odd_tree
 import pytest
 
 from sternway import atlas
-from sternway.atlas import _tree
-from sternway.atlas._names import file_page, folder_of, safe
+from sternway.atlas._paths import file_page, folder_of, safe
+from sternway.atlas.read import _tree
 from sternway.errors import AtlasError
 
 
@@ -22,16 +22,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(source: Path) -> tuple[Path, atlas.Report]:
+def built(source: Path) -> tuple[Path, atlas.BuildReport]:
     out = source / "docs" / "atlas"  # inside the source: must not document itself
     return out, atlas.build(source, out)
 
 
-def _problems(report: atlas.Report) -> dict[str, str]:
+def _problems(report: atlas.BuildReport) -> dict[str, str]:
     return {item.path: item.kind for item in report.problems}
 
 
-def test_each_odd_file_is_a_line_in_the_report(built: tuple[Path, atlas.Report]) -> None:
+def test_each_odd_file_is_a_line_in_the_report(built: tuple[Path, atlas.BuildReport]) -> None:
     report = built[1]
     assert _problems(report) == {
         "alias.py": "link",
@@ -57,7 +57,7 @@ def test_each_odd_file_is_a_line_in_the_report(built: tuple[Path, atlas.Report])
     assert "line 1" in texts["broken.py"]
 
 
-def test_every_other_file_has_its_pages(source: Path, built: tuple[Path, atlas.Report]) -> None:
+def test_every_other_file_has_its_pages(source: Path, built: tuple[Path, atlas.BuildReport]) -> None:
     out, report = built
     paths = ["pkg/model.py", "empty.py", "latin.py", "cookie.py", "keep.log", "index.md/x_docs.md", odd_tree.NASTY]
     paths.append("bad\udcff name.py")
@@ -95,12 +95,12 @@ def test_names_keep_apart_and_inside() -> None:
     assert len(safe("x" * 300)) < 200
 
 
-def test_fences_are_longer_than_any_inside(built: tuple[Path, atlas.Report]) -> None:
+def test_fences_are_longer_than_any_inside(built: tuple[Path, atlas.BuildReport]) -> None:
     text = (built[0] / "README.md_docs.md").read_text()
     assert "``````markdown\n" + odd_tree.FENCES + "``````" in text
 
 
-def test_markup_in_names_and_text_is_shown_not_run(built: tuple[Path, atlas.Report]) -> None:
+def test_markup_in_names_and_text_is_shown_not_run(built: tuple[Path, atlas.BuildReport]) -> None:
     out = built[0]
     for page in out.rglob("*.html"):
         text = page.read_text()
@@ -110,7 +110,7 @@ def test_markup_in_names_and_text_is_shown_not_run(built: tuple[Path, atlas.Repo
     assert html.escape(odd_tree.NASTY) in page
 
 
-def test_encodings_are_said(built: tuple[Path, atlas.Report]) -> None:
+def test_encodings_are_said(built: tuple[Path, atlas.BuildReport]) -> None:
     out = built[0]
     assert "| Encoding | unknown, shown as Latin-1 |" in (out / "latin.py_docs.md").read_text()
     assert "| Encoding | latin-1 as its first lines say |" in (out / "cookie.py_docs.md").read_text()

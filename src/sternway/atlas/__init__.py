@@ -26,8 +26,8 @@ except ImportError as _missing:
     ) from None
 
 from sternway.atlas._build import build, check
-from sternway.atlas._links import Broken
-from sternway.atlas._report import Report
-from sternway.atlas._tree import Problem
+from sternway.atlas._report import BuildReport
+from sternway.atlas.pages._links import BrokenLink
+from sternway.atlas.read._tree import FileProblem
 
-__all__ = ["Broken", "Problem", "Report", "build", "check"]
+__all__ = ["BrokenLink", "BuildReport", "FileProblem", "build", "check"]

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from sternway.atlas import Report
+    from sternway.atlas import BuildReport
 
 _SHOWN = 12  # lines of one list in the terminal; --json has all
 
@@ -69,7 +69,7 @@ def atlas(
         raise typer.Exit(1)
 
 
-def _show(report: Report, *, checked: bool) -> None:
+def _show(report: BuildReport, *, checked: bool) -> None:
     console = Console()
     table = Table(title=f"Atlas of {escape(report.source)}", show_header=False)
     table.add_column(style="dim")
