@@ -81,7 +81,7 @@ SURFACE = {
         "FrozenUse",
         "Graph",
         "Kept",
-        "ModuleRow",
+        "ModuleSummary",
         "Node",
         "Nonfinite",
         "Owners",
