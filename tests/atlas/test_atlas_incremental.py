@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 from pathlib import Path
@@ -100,6 +101,23 @@ def test_another_generator_makes_every_page_again(source: Path, out: Path, monke
     second = atlas.build(source, out)
     assert (second.written, second.kept) == (0, first.written)  # made again, the same
     assert json.loads((out / ".atlas" / "manifest.json").read_text())["generator"] == "another"
+
+
+@pytest.mark.parametrize("installed", [{"griffelib": "2.1"}, {"griffe": "1.5"}, {"griffe": "2.1", "griffelib": "2.1"}])
+def test_any_allowed_griffe_is_known_to_the_generator(installed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before version 2 there is no distribution griffelib; and another version makes pages anew."""
+    others = {"jinja2": "3", "pygments": "2", "pathspec": "1", "pyyaml": "6"}
+
+    def version(name: str) -> str:
+        try:
+            return {**others, **installed}[name]
+        except KeyError:
+            raise importlib.metadata.PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = _store.generator.__wrapped__()
+    installed.update(dict.fromkeys(installed, "9.9"))
+    assert _store.generator.__wrapped__() != found
 
 
 def test_check_says_what_is_stale(source: Path, out: Path) -> None:

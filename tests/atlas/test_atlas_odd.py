@@ -138,7 +138,11 @@ def test_what_cannot_be_read_is_a_line(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("source", "out", "match"),
-    [("nowhere", "out", "SOURCE is a folder"), ("src", "src", "not the source"), ("src", ".", "not the source")],
+    [
+        ("nowhere", "out", "SOURCE must be a folder"),
+        ("src", "src", "cannot be the source"),
+        ("src", ".", "cannot be the source"),
+    ],
 )
 def test_what_is_refused(tmp_path: Path, source: str, out: str, match: str) -> None:
     (tmp_path / "src").mkdir()
@@ -150,7 +154,7 @@ def test_the_output_is_not_somebody_elses(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "index.md").write_text("mine")
-    with pytest.raises(AtlasError, match="an earlier run wrote"):
+    with pytest.raises(AtlasError, match="must be new, empty, or written by an earlier run"):
         atlas.build(tmp_path / "src", tmp_path / "out")
     assert (tmp_path / "out" / "index.md").read_text() == "mine"
 
@@ -161,6 +165,6 @@ def test_a_link_planted_in_the_output_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out" / ".atlas").mkdir(parents=True)
     (tmp_path / "out" / "pkg").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(AtlasError, match="no folder of the output is a link"):
+    with pytest.raises(AtlasError, match="cannot be a symbolic link"):
         atlas.build(tmp_path / "src", tmp_path / "out")
     assert list((tmp_path / "elsewhere").iterdir()) == []

@@ -1,4 +1,4 @@
-"""``build`` writes a tree's pages; ``check`` says whether they are still true."""
+"""``build`` writes the pages of a tree; ``check`` says whether they are up to date."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def build(
         source: the root of the tree. Nothing in it is imported or run, unless ``measure`` asks for it.
         out: the folder for pages: new, empty, or written by an earlier run.
         include: patterns as in a ``.gitignore``; if given, only files that match one get pages.
-        jobs: how many processes; as many as there are cores if None.
-        measure: ``path.py:function``, which returns a model and a sample, or a loss and its model. It is run in a
+        jobs: the number of processes; the number of cores if None.
+        measure: ``path.py:function``, which returns a model and a sample, or a loss and its model. It runs in a
             process of its own.
-        measure_seconds: how long that may take.
-        progress: called with a phase's name, how many of its jobs are done, and of how many.
+        measure_seconds: the time limit for that process.
+        progress: called with a phase's name, how many of its jobs are done, and how many there are.
 
     Raises:
-        AtlasError: the source is no folder, or the output is somebody else's.
+        AtlasError: the source is not a folder, or the output folder has other files in it.
     """
     start = time.perf_counter()
     run = SiteBuild(Path(source), Path(out), tuple(include))
@@ -69,7 +69,7 @@ def build(
 
 
 def check(source: Path | str, out: Path | str, *, include: Iterable[str] = ()) -> BuildReport:
-    """Compare pages with their source, and follow every link in what is on disk; nothing is written.
+    """Compare pages with their source, and check every link of the pages on disk; nothing is written.
 
     Args:
         source: the root of the tree.
@@ -77,7 +77,7 @@ def check(source: Path | str, out: Path | str, *, include: Iterable[str] = ()) -
         include: as for ``build``.
 
     Returns:
-        A report whose ``stale`` says what differs, one line each, and whose ``broken`` are links that do not arrive.
+        A report whose ``stale`` says what differs, one line each, and whose ``broken`` lists links without a target.
     """
     start = time.perf_counter()
     run = SiteBuild(Path(source), Path(out), tuple(include))
@@ -126,7 +126,7 @@ def report(
     stale: tuple[str, ...] = (),
     seconds: float,
 ) -> BuildReport:
-    """A report of a run from what its manifest says."""
+    """The report of a run, from its manifest."""
     return BuildReport(
         source=str(run.tree.root),
         out=str(run.site.out),

@@ -1,7 +1,7 @@
-"""Where pages go: names that are safe in every file system, in every link, and one to one with the source's names.
+"""The paths of pages: safe in every file system and in links, and one for each path of the source.
 
-A name keeps letters, digits and ``. _ - +``; every other byte becomes ``~`` and two hex digits, so that a page's path
-is also its URL, and no name of a source file can lead out of the output folder.
+Letters, digits and ``. _ - +`` are kept; every other byte becomes ``~`` and two hex digits. So a page's path is also
+its URL, and no name of a source file can lead out of the output folder.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import re
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._+\-]")
 _OURS = re.compile(r"(index|doc|sub(_[a-z0-9]+)?|reading|search)\.(md|html)|.*_(docs|kw)\.(md|html)|_site|\.atlas")
 _LONGEST = 180
-_cached = functools.lru_cache(maxsize=1 << 16)  # the same few thousand paths, millions of times
+_cached = functools.lru_cache(maxsize=1 << 16)  # the same few thousand paths are asked for millions of times
 
 
 def safe(name: str, *, folder: bool = False) -> str:
-    """One part of a path, as a page's name.
+    """One part of a source path, as part of a page's path.
 
     Example:
         >>> safe("a b<script>.py"), safe(".."), safe("index.md", folder=True)
@@ -59,7 +59,7 @@ def link(page: str, target: str) -> str:
 
 @_cached
 def shown(path: str) -> str:
-    """A source path for people: what cannot be printed is escaped."""
+    """A source path to display: characters that cannot be printed are escaped."""
     text = os.fsencode(path).decode("utf-8", "backslashreplace")
     if text.isprintable():
         return text

@@ -1,4 +1,4 @@
-"""What a run did, in one record: for the terminal, for JSON, for CI."""
+"""``BuildReport``: what a run did, for the terminal, JSON and CI."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class BuildReport:
     removed: int
     problems: tuple[FileProblem, ...]
     broken: tuple[BrokenLink, ...]
-    stale: tuple[str, ...]  # only from ``check``: why the pages are not those of this source
-    unresolved: int  # imports that should be in the tree and are not found there
+    stale: tuple[str, ...]  # only from ``check``: what differs between pages and source
+    unresolved: int  # imports that should be in the tree and were not found
     seconds: float
 
     @property

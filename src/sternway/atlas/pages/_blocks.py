@@ -1,6 +1,6 @@
-"""A page before it is written: sections of paragraphs, lists and tables, whose parts are words, code and links.
+"""A page before it is written: sections of paragraphs, lists and tables, made of words, code and links.
 
-Markdown and HTML are both written from these, so that they say the same.
+Markdown and HTML are both written from these, so they have the same content.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class Code(NamedTuple):
 
 
 class At(NamedTuple):
-    """Evidence: a line of a file."""
+    """A link to a line of a source file."""
 
     path: str
     line: int
@@ -23,7 +23,7 @@ class At(NamedTuple):
 
 
 class To(NamedTuple):
-    """A page: of a file ("docs", "kw"), of a folder ("index", "doc", "sub"), or of the whole ("reading", "search")."""
+    """A link to a page of a file ("docs", "kw"), a folder ("index", "doc", "sub") or the tree ("reading", "search")."""
 
     kind: str
     path: str
@@ -77,7 +77,7 @@ _QUOTED = re.compile(r"``([^`]+)``|`([^`\n]+)`")
 
 
 def prose(text: str) -> Words:
-    """A docstring's words, with what stands in backquotes as code.
+    """A docstring's words, with what is in backquotes as code.
 
     Example:
         >>> prose("Calls ``run`` once.")
@@ -96,7 +96,7 @@ def sentence(*words: Inline) -> Paragraph:
 
 
 def joined(parts: Iterable[Words], between: str = ", ") -> Words:
-    """Several runs of words in one."""
+    """Join several runs of words."""
     found: list[Inline] = []
     for part in parts:
         if found:
@@ -106,13 +106,13 @@ def joined(parts: Iterable[Words], between: str = ", ") -> Words:
 
 
 def cut(parts: Sequence[Words], most: int, between: str = ", ") -> Words:
-    """At most so many, and if that is not all, "(N of M)"."""
+    """Join at most ``most`` runs of words, followed by "(N of M)" if some are left out."""
     words = joined(parts[:most], between)
     return words if len(parts) <= most else (*words, f" ({most} of {len(parts):,})")
 
 
 def section(title: str, *blocks: Block | None) -> Section | None:
-    """A section of the blocks that say something; None if none does."""
+    """A section of the blocks that are not empty; None if all are."""
     kept = tuple(block for block in blocks if block is not None and any(block))
     return Section(title, kept) if kept else None
 

@@ -1,4 +1,4 @@
-"""The page of one file: every section that has something to say, and then the source."""
+"""The page of one file: all sections that are not empty, and then the source."""
 
 from __future__ import annotations
 

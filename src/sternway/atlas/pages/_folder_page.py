@@ -1,4 +1,4 @@
-"""The pages of a folder: what is in it (index), what it is like (doc)."""
+"""The pages of a folder: its contents (index), and an overview (doc)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST = 30
 
 
 class TreeFacts(NamedTuple):
-    """What folder pages are made from."""
+    """What is known about a tree when its folder pages are made."""
 
     tree: str
     facts: Mapping[str, Facts]
@@ -44,7 +44,7 @@ class TreeFacts(NamedTuple):
 
 
 class Folder:
-    """One folder's files, direct and below."""
+    """One folder, with the files directly in it and all files below."""
 
     def __init__(self, known: TreeFacts, path: str) -> None:
         self.known, self.path = known, path
@@ -56,7 +56,7 @@ class Folder:
         self.title = shown(posixpath.basename(path)) if path else known.tree
 
     def index(self) -> Page:
-        """Subfolders, files, and what has no page; for the top also where to start."""
+        """Subfolders, files, and files without a page; for the top folder also where to start."""
         return Page(
             folder_page(self.path, "index"),
             self.path,
@@ -111,7 +111,7 @@ class Folder:
         return reading_line(self.known, path)
 
     def doc(self) -> Page:
-        """What the folder is like."""
+        """Languages, dependencies, entry points, cycles, and facts of all files below."""
         languages = Counter(self.known.facts[file].language for file in self.below)
         lines: Counter[str] = Counter()
         for file in self.below:

@@ -1,4 +1,4 @@
-"""Source as HTML lines, coloured: Python by our own lexer, everything else by pygments."""
+"""Highlighted source as HTML lines: Python by our own lexer, other languages by pygments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pygments.lexers import get_lexer_by_name
 from sternway.atlas.python._lexer import tokens
 from sternway.atlas.read._text import lines_of
 
-PLAIN_ABOVE = 400_000  # characters of a language other than Python; beyond this, colour costs seconds a file
+PLAIN_ABOVE = 400_000  # characters, for languages other than Python; highlighting a longer file takes seconds
 
 
 def highlight(text: str, lexer: str) -> list[str]:
@@ -18,7 +18,7 @@ def highlight(text: str, lexer: str) -> list[str]:
     if lexer == "python":
         return _python(text)
     if lexer and len(text) <= PLAIN_ABOVE:
-        with contextlib.suppress(Exception):  # an unknown lexer, or one that stumbles: the text is shown plain
+        with contextlib.suppress(Exception):  # an unknown lexer, or one that fails: the text is shown plain
             return _pygments(text, lexer)
     return [escape(line) for line in lines_of(text)]
 
@@ -52,7 +52,7 @@ def _pygments(text: str, lexer: str) -> list[str]:
 
 
 def _class(kind: object) -> str:
-    """pygments' kinds, told apart as far as the style sheet does."""
+    """The CSS class for a kind of pygments' tokens."""
     name = str(kind).removeprefix("Token.")
     for start, mark in _CLASSES:
         if name.startswith(start):

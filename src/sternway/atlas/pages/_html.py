@@ -1,4 +1,4 @@
-"""A page as HTML: the body from its blocks, the rest from one Jinja template."""
+"""A page as HTML: the body is written from its blocks, the rest comes from a Jinja template."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def to_html(page: Page, tree: str) -> str:
 
 
 def _crumbs(page: Page, tree: str, name: str) -> Iterator[tuple[str, str]]:
-    """The way down to the page: text and link."""
+    """The folders that lead to the page: text and link of each."""
     yield tree, relative(name, "index", "", ".html")
     parts = page.path.split("/") if page.path else []
     folders = parts[:-1] if page.is_file else parts
@@ -96,7 +96,7 @@ def _inline(item: Inline, page: str) -> str:
 
 
 def index_html(name: str, path: str, title: str, tree: str, body: str, is_file: bool) -> str:
-    """A keyword index whose body is ready."""
+    """A keyword index page around a finished body."""
     page = Page(name, path, title, (), is_file)
     html_name = f"{name}.html"
     text: str = _template("page.html").render(

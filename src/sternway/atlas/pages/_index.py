@@ -1,6 +1,6 @@
-"""Keyword indexes: of one file with every line, of a subtree with its files; grouped by letter.
+"""Keyword indexes, grouped by letter: of one file with every line, of a folder with its files.
 
-Millions of links go through here, so pages are put together from strings at once rather than from blocks.
+There may be millions of links, so these pages are written as strings rather than made of blocks.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ONLY_USED = frozenset(("name", "import", "parameter"))
 _DEFINITIONS, _USES = 12, 8  # of each name, in the index of a subtree
 
 
-Where: TypeAlias = tuple[str, int, str]  # path, line, kind; plain tuples, being millions
+Where: TypeAlias = tuple[str, int, str]  # path, line, kind; a plain tuple, since there are millions
 
 
 class Entry(NamedTuple):
-    """A name, the places that define it and those that only use it."""
+    """A name, where it is defined, and where it is only used."""
 
     name: str
     defined: tuple[Where, ...]
@@ -82,7 +82,7 @@ def _grouped(keywords: list[Keyword]) -> dict[str, list[Keyword]]:
 
 
 def merge(files: Iterable[tuple[str, Iterable[tuple[str, str, int]]]]) -> list[Entry]:
-    """One entry for each name of all files; a word apart from an identifier of the same letters."""
+    """One entry for each name of all files; a word and an identifier of the same spelling get one each."""
     defined: dict[str, list[Where]] = defaultdict(list)
     used: dict[str, list[Where]] = defaultdict(list)
     words: dict[str, list[Where]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""Links: where each part of a page leads, and the check at the end that every one of them arrives.
+"""Links between pages, and the check that every link has a target.
 
-What a page links to is read back from the finished text, not from what was meant, so that a mistake in a renderer is
-found too. A line link is good if the page it leads to has that line.
+The links of a page are read back from its finished text, so that a mistake of a renderer is found too. A link to a line
+is good if the target page has that line.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from sternway.atlas._paths import file_page, folder_page, link
 
-# A code span may hold what looks like a link, so spans are consumed first.
+# A code span may contain what looks like a link, so spans are matched first.
 _MARKDOWN = re.compile(r"(?<![\\`])(`+)(?!`).+?(?<!`)\1(?!`)|(?<!\\)\]\(([^()\s#]*)(?:#([^()\s]*))?\)")
 _HTML = re.compile(r'<a (?:class="at" )?href="?([^" >#]*)(?:#([^" >]*))?')
 _HEAD = re.compile(r'<(?:link|script)\b[^<>]*?\b(?:href|src)="([^"]+)"')
@@ -24,7 +24,7 @@ _SOURCE = '<pre class="source">'
 
 
 class Links(NamedTuple):
-    """A page's anchors and what it links to; lines are kept as the largest, which implies the others."""
+    """A page's anchors and its links; of line numbers only the largest is kept, which implies the others."""
 
     lines: int  # anchors L1 to this
     anchors: tuple[str, ...]
@@ -52,7 +52,7 @@ def relative(page: str, kind: str, path: str, suffix: str) -> str:
 
 
 def read_links(page: str, text: str) -> Links:
-    """What a finished page links to, from its text."""
+    """The anchors and links in the text of a finished page."""
     lines = 0
     anchors: tuple[str, ...] = ()
     if page.endswith(".html"):
@@ -82,7 +82,7 @@ def read_links(page: str, text: str) -> Links:
 
 
 def check(pages: Mapping[str, Links], others: Iterable[str] = ()) -> list[BrokenLink]:
-    """Every link that does not arrive. ``others``: files that may be linked to and have no links of their own."""
+    """Every link without a target. ``others``: files that may be linked to and have no links of their own."""
     there = {*pages, *others}
     broken = []
     for page, links in sorted(pages.items()):

@@ -1,4 +1,4 @@
-"""A page as Markdown. Whatever comes from the source is escaped; fences are longer than any inside."""
+"""A page as Markdown. Text from the source is escaped; code fences are longer than any in the text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def to_markdown(page: Page) -> str:
 
 
 def escape(text: str) -> str:
-    """Words as Markdown that shows them unchanged.
+    """Escape words, so that Markdown shows them unchanged.
 
     Example:
         >>> escape("a_b <script>")
@@ -35,7 +35,7 @@ def escape(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """A code span that ends where it should, also in a table."""
+    """A code span, with more backquotes than any in the text."""
     text = " ".join(text.split())
     ticks = "`" * (max(map(len, _TICKS.findall(text)), default=0) + 1)
     space = " " if text[:1] == "`" or text[-1:] == "`" else ""

@@ -1,4 +1,4 @@
-"""The sections on other files: which are related, and who imports, subclasses and calls this one."""
+"""The sections on other files: related files, and what imports, subclasses and calls this one."""
 
 from __future__ import annotations
 

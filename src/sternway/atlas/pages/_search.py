@@ -1,7 +1,7 @@
-"""The search index: small scripts by the first two letters of a name or of a part of it.
+"""The search index: one small script for each pair of first letters of a name, or of a part of a name.
 
-A page from disk may not fetch files, but it may load a script; so a search loads the one shard that its first two
-letters name, however many thousand files there are.
+A page opened from disk cannot fetch files, but it can load scripts. So a search loads the one script for its first two
+letters, however large the tree is.
 """
 
 from __future__ import annotations

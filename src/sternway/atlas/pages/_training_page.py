@@ -1,4 +1,4 @@
-"""The sections on training: modules, what is called with which settings, and what was measured."""
+"""The sections on training: modules, training calls with their arguments, and measurements."""
 
 from __future__ import annotations
 

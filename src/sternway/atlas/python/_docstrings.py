@@ -1,4 +1,4 @@
-"""Docstrings: their first paragraph, and the exceptions that they document, read by griffe."""
+"""Docstrings: the first paragraph, and the documented exceptions, parsed by griffe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def first_paragraph(text: str) -> str:
 
 
 def documented_exceptions(text: str) -> tuple[str, ...]:
-    """The exceptions that a docstring says are raised, in its own order.
+    """The exceptions that a docstring documents, in its own order.
 
     Example:
         >>> documented_exceptions("Open it.\\n\\nRaises:\\n    OSError: if it is not there.")
@@ -25,7 +25,7 @@ def documented_exceptions(text: str) -> tuple[str, ...]:
     """
     if not _HAS_RAISES.search(text):
         return ()
-    logging.getLogger("griffe").setLevel(logging.CRITICAL)  # what is wrong in others' docstrings is theirs to hear
+    logging.getLogger("griffe").setLevel(logging.CRITICAL)  # do not report errors in the docstrings
     style = next((parser for pattern, parser in _STYLES if pattern.search(text)), Parser.google)
     names: dict[str, None] = {}
     for section in Docstring(text).parse(style):

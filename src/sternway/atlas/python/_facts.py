@@ -1,4 +1,4 @@
-"""A Python file, by ``ast``: all that its page says before other files are looked at."""
+"""The facts of a Python file, by ``ast``, before other files are considered."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sternway.atlas.read._words import WordIndex
 
 
 def read_python(text: str, module: str, package: str) -> tuple[Facts, list[Keyword]]:
-    """Parse; raises SyntaxError, ValueError or RecursionError where Python's own parser does.
+    """Facts and keywords of a Python file; raises SyntaxError, ValueError or RecursionError as ``ast.parse`` does.
 
     Args:
         text: the source.
         module: its absolute name.
-        package: what relative imports start from: the module itself for an ``__init__``, else the one around it.
+        package: where relative imports start: the module itself for an ``__init__.py``, else its parent.
     """
     tree = parse(text)
     reading = read_tree(tree, module, package)
@@ -51,14 +51,14 @@ def _keywords(reading: Reading, text: str) -> list[Keyword]:
 
 
 def parse(text: str) -> ast.Module:
-    """The tree; what the source's own escapes make Python warn of is not ours to say."""
+    """The syntax tree, without the warnings that the source itself causes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(text)
 
 
 def plain_facts(reading: Reading) -> Facts:
-    """What every page says of a Python file; patterns and training facts are added by others."""
+    """Definitions, imports, calls and bases; patterns and training facts are added afterwards."""
     calls, bases = [], []
     for use in reading.uses:
         if use.kind == "call" and isinstance(use.node, ast.Call):

@@ -1,7 +1,7 @@
-"""Python source cut into strings, comments, numbers and keywords by one regular expression.
+"""Python source split into strings, comments, numbers and keywords by one regular expression.
 
-It colours a page and finds comments. pygments does the same ten times slower, which on thousands of files is minutes;
-other languages are left to it.
+It is used to highlight pages and to find comments. pygments does the same ten times slower, which is minutes for
+thousands of files; it is used for other languages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TOKEN = re.compile(
 
 
 def tokens(text: str) -> Iterator[tuple[str, int, int]]:
-    """Kind (pygments' short class), start and end of each token that is coloured."""
+    """Kind (pygments' short class name), start and end of each token that is highlighted."""
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup
         if kind is not None:

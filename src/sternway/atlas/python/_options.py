@@ -1,4 +1,4 @@
-"""Settings that a Python file takes: command line options, environment variables, and where each is read."""
+"""Command line options and environment variables of a Python file, and where each is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Patterns, performance, security and tests in a Python file: constructions and calls, each with its line."""
+"""Facts on patterns, performance, security and tests in a Python file, each with its line."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _SECURITY = {
 
 
 def find(reading: Reading) -> Iterator[Fact]:
-    """Everything for these sections, in no particular order."""
+    """All facts for these sections, in no particular order."""
     yield from _definitions(reading)
     for use in reading.uses:
         if use.kind == "decorator":

@@ -1,6 +1,7 @@
-"""Python's scopes, as far as a name's meaning can be told without running anything.
+"""Python's scopes: what a name means, as far as that is known without running the code.
 
-A name means an import or a definition only if that is all it can mean: bound twice to different things, it is unknown.
+A name means an import or a definition only if it cannot mean anything else: a name that is bound to two different
+things is unknown.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import builtins
 
 _BUILTINS = frozenset(dir(builtins))
-UNKNOWN = ""  # bound, to something that parsing does not tell
-FALLBACK = "None"  # bound to None: what `except ImportError` usually leaves
+UNKNOWN = ""  # bound to something that parsing cannot tell
+FALLBACK = "None"  # bound to None, as after `except ImportError`
 
 
 class Scope:
@@ -28,7 +29,7 @@ class Scope:
         return f"{self.name}.{name}" if self.name else name
 
     def bind(self, name: str, meaning: str = UNKNOWN) -> None:
-        """``name`` may mean this here."""
+        """Record one meaning of ``name`` in this scope."""
         before = self._means.get(name)
         if before is None or before == FALLBACK:
             self._means[name] = meaning
@@ -36,7 +37,7 @@ class Scope:
             self._means[name] = UNKNOWN
 
     def find(self, name: str) -> str:
-        """The absolute name that ``name`` means here; empty if that is not known."""
+        """The absolute name that ``name`` means here; empty if it is not known."""
         scope: Scope | None = self
         starred = False
         while scope is not None:
@@ -49,7 +50,7 @@ class Scope:
         return f"builtins.{name}" if name in _BUILTINS and not starred else ""
 
     def method_owner(self, name: str) -> str:
-        """The class whose instance ``name`` is, if it is a method's first parameter."""
+        """If ``name`` is a method's first parameter, the class of that method; else empty."""
         scope: Scope | None = self
         while scope is not None:
             if scope.self_name == name:

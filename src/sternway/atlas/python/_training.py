@@ -1,4 +1,4 @@
-"""Training facts in PyTorch code: what is called with which literal settings, and where."""
+"""Facts on training in PyTorch code: which optimizers, losses and other calls, with their literal arguments."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def find(reading: Reading) -> Iterator[Fact]:
             node, name = use.node, reading.absolute(use.node.func, use.scope)
             kind = _kind(name, node)
             if kind == "pipeline" and name.startswith(f"{reading.module}."):
-                continue  # a module that calls itself is not using a pipeline
+                continue  # the pipeline library calling itself
             if kind:
                 yield Fact("training", kind, shortened(node), node.lineno, _note(name, node, loaded))
 
@@ -102,7 +102,7 @@ def _kind(name: str, node: ast.Call) -> str:
 
 
 def _is_path(node: ast.Attribute, name: str) -> bool:
-    """Whether ``x.backward`` is a function of some module rather than a value's method."""
+    """Whether ``x.backward`` is a function of a module rather than a tensor's method."""
     return bool(name) or (isinstance(node.value, ast.Call) and ast.unparse(node.value).startswith("super("))
 
 
@@ -128,7 +128,7 @@ def _is_literal(node: ast.expr) -> bool:
 
 
 def _loaded(reading: Reading) -> dict[int, list[str]]:
-    """For each call that is assigned to a name: the literal keys that the same function reads from that name."""
+    """For each call assigned to a name: the literal keys that the same function reads from that name."""
     keys: dict[tuple[str, str], list[str]] = defaultdict(list)
     for use in reading.uses:
         if use.kind == "subscript" and isinstance(use.node, ast.Subscript) and isinstance(use.node.value, ast.Name):
@@ -146,7 +146,7 @@ def _loaded(reading: Reading) -> dict[int, list[str]]:
 
 
 def modules(reading: Reading) -> Iterator[Module]:
-    """Every class with a base, as it would be read if it turns out to be an ``nn.Module``."""
+    """Every class with a base; which of them are ``nn.Module``s is known only once all files are read."""
     parts: dict[str, list[tuple[str, str, int]]] = defaultdict(list)
     for use in reading.uses:
         if use.kind == "call" and isinstance(use.node, ast.Call) and isinstance(use.statement, ast.Assign):

@@ -1,4 +1,4 @@
-"""C, C++, CUDA and other languages by universal-ctags, where it is installed; the pages say that it was ctags."""
+"""C, C++, CUDA and other languages, read by universal-ctags where it is installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _C_LIKE = {"C", "C++", "CUDA", "ObjectiveC", "Java", "Go", "Rust", "JavaScript",
 
 @functools.cache
 def version() -> str:
-    """The first line of ``ctags --version``; empty where there is none, or it is another ctags without JSON."""
+    """The first line of ``ctags --version``; empty if ctags is missing or cannot write JSON."""
     if shutil.which("ctags") is None:
         return ""
     try:
@@ -38,11 +38,11 @@ def version() -> str:
 
 
 def tags(root: Path, paths: list[str], languages: dict[str, str]) -> dict[str, list[dict[str, object]]]:
-    """ctags' records of each file, from one run over all of them. ``languages``: each path's, by name."""
+    """ctags' records of each file, from one run for each language. ``languages``: the language of each path."""
     found: dict[str, list[dict[str, object]]] = {path: [] for path in paths}
     by_language: dict[str, list[str]] = {}
     for path in paths:
-        if "\n" not in path:  # the list of files is by line
+        if "\n" not in path:  # files are listed one a line
             by_language.setdefault(languages[path], []).append(path)
     for language, members in by_language.items():
         for record in _run(root, language, members):
@@ -72,7 +72,7 @@ def _run(root: Path, language: str, paths: list[str]) -> list[dict[str, object]]
 
 
 def read_tagged(text: str, language: str, records: list[dict[str, object]]) -> tuple[Facts, list[Keyword]]:
-    """Facts and keywords of one file from ctags' records of it."""
+    """Facts and keywords of one file, from ctags' records of it."""
     definitions, imports = [], []
     for record in records:
         line, kind = int(str(record.get("line", 0))), str(record.get("kind", ""))

@@ -1,4 +1,4 @@
-"""The facts of one file, by the best parser that can read it; where it cannot, a plainer one, and the reason."""
+"""The facts of one file, from the parser for its language; where that fails, its words and the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sternway.atlas.read._words import WordIndex
 def read_facts(
     text: str, language: Language, module: str, package: str, records: list[dict[str, object]] | None
 ) -> tuple[Facts, list[Keyword]]:
-    """Facts and keywords of a text. ``records``: ctags' of this file, None where it was not asked."""
+    """Facts and keywords of a text. ``records``: ctags' records of this file, None if ctags was not run."""
     problem = ""
     try:
         if language.parser == "ast":
@@ -24,7 +24,7 @@ def read_facts(
             return read_keys(text, language.name)
     except SyntaxError as error:
         problem = f"Python cannot parse line {error.lineno or 0}: {error.msg}"
-    except Exception as error:  # no file, however odd, may stop the run: it is read by its words
+    except Exception as error:  # no file may stop the run: its words are listed
         problem = f"cannot be parsed: {str(error).partition(chr(10))[0] or type(error).__name__}"
     if language.parser == "ctags":
         if records is not None:

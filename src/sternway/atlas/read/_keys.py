@@ -1,4 +1,4 @@
-"""YAML, TOML and JSON by their keys: the dotted path of each, and the line that it stands on."""
+"""YAML, TOML and JSON: the dotted path of each key, and its line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DEPTH = 200
 
 
 def read_keys(text: str, language: str) -> tuple[Facts, list[Keyword]]:
-    """Raises ValueError where the file is not what its name says."""
+    """Facts and keywords of a configuration file; ValueError if it cannot be parsed."""
     try:
         found = list({"YAML": _yaml, "TOML": _toml, "JSON": _json}[language](text))
     except (yaml.YAMLError, RecursionError) as error:
@@ -54,7 +54,7 @@ def _yaml(text: str) -> Iterator[tuple[str, int, str]]:
 
 
 def _yaml_node(node: Any, path: str, seen: set[int]) -> Iterator[tuple[str, int, str]]:
-    if id(node) in seen or path.count(".") > _DEPTH:  # an alias may lead round in a circle
+    if id(node) in seen or path.count(".") > _DEPTH:  # aliases may form a cycle
         return
     seen.add(id(node))
     if isinstance(node, yaml.MappingNode):
@@ -69,7 +69,7 @@ def _yaml_node(node: Any, path: str, seen: set[int]) -> Iterator[tuple[str, int,
 
 
 def _toml(text: str) -> Iterator[tuple[str, int, str]]:
-    """tomllib tells no lines, so lines are read for themselves, and a key counts only if tomllib has it too."""
+    """tomllib gives no line numbers: keys are matched line by line, and kept if tomllib found them too."""
     known = set(_paths(tomllib.loads(text), ""))
     table = ""
     for number, row in enumerate(text.split("\n"), 1):

@@ -1,4 +1,4 @@
-"""Which language a file is in, by its name alone, and so which parser reads it."""
+"""A file's language, from its name alone, and the parser for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file's bytes as text, with how that was done said plainly."""
+"""A file's bytes as text, and the encoding they were decoded with."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read(path: Path, *, is_python: bool = False) -> Text:
 
 
 def is_binary(start: bytes) -> bool:
-    """Whether a file's first bytes are no text in any encoding that we read."""
+    """Whether a file's first bytes are not text in any encoding that we read."""
     if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return False
     if b"\0" in start:
@@ -58,7 +58,7 @@ def is_binary(start: bytes) -> bool:
 
 
 def lines_of(text: str) -> list[str]:
-    """Lines as the parsers count them: at "\\n" only, and none after the last."""
+    """Lines as the parsers count them: split at "\\n" only, without an empty last line."""
     lines = text.split("\n")
     if lines and not lines[-1]:
         lines.pop()

@@ -1,8 +1,7 @@
-"""Which files of a tree get pages, and a plain line for each that does not.
+"""Which files of a tree get pages, and for each of the others the reason.
 
-Nothing is followed out of the tree: a symbolic link is a line in the report. ``.gitignore`` is honoured as git does,
-also the files above the source in the same repository; so are ``.git`` and other version control folders, and our own
-output.
+Symbolic links are not followed. ``.gitignore`` files are obeyed as git does, also those above the source in the same
+repository. Folders of version control systems and our own output are skipped.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from sternway.atlas._paths import shown
 from sternway.atlas.read._text import LARGEST, is_binary
 from sternway.errors import AtlasError
 
-MARK = ".atlas"  # the folder that says: this is an output of ours
+MARK = ".atlas"  # a folder with this name inside marks our own output
 _VERSION_CONTROL = {".git", ".hg", ".svn", ".jj"}
 
 
 class FileProblem(NamedTuple):
-    """A file that gets no page, or one about which something must be said."""
+    """A file that gets no page, or could be read only in part."""
 
     path: str
     kind: str  # "binary", "too large", "link", "unreadable", "encoding", "syntax", "ignored", "special", "output"
@@ -53,16 +52,18 @@ class _Rules(NamedTuple):
 
 
 def walk(source: Path, out: Path, include: tuple[str, ...] = ()) -> Tree:
-    """Look at every file below ``source``, in the order of names.
+    """List every file below ``source``, ordered by name.
 
     Args:
         source: a folder.
-        out: the output folder; left out where it lies inside the source.
+        out: the output folder; skipped if it is inside the source.
         include: patterns as in a ``.gitignore``; if any are given, only files that match one get pages.
     """
     root = source.resolve()
     if not root.is_dir():
-        raise AtlasError("SOURCE is a folder", got=f"{source}, which is not one", fix="name the root of a source tree")
+        raise AtlasError(
+            "SOURCE must be a folder", got=f"{source}, which is not one", fix="name the root of a source tree"
+        )
     wanted = GitIgnoreSpec.from_lines(include) if include else None
     walker = _Walker(root, out.resolve(), wanted)
     walker.folder(str(root), "", _above(root))
@@ -81,7 +82,7 @@ class _Walker:
         self.problems: list[FileProblem] = []
 
     def folder(self, absolute: str, path: str, rules: tuple[_Rules, ...]) -> None:
-        """Visit one folder; folders wait on a stack of our own, so that depth cannot end the run."""
+        """Visit a folder and those below it, without recursion: folders may be nested deeply."""
         waiting = [(absolute, path, rules)]
         while waiting:
             absolute, path, rules = waiting.pop()
@@ -101,7 +102,7 @@ class _Walker:
 
     def _enters(self, entry: os.DirEntry[str], path: str, rules: tuple[_Rules, ...]) -> bool:
         if entry.name in _VERSION_CONTROL or entry.path == self.out:
-            return False  # without a word: the first run and the second must say the same
+            return False  # not reported: the first run and the second must report the same
         if os.path.isdir(os.path.join(entry.path, MARK)):
             self._say(path, "output", "pages that this program wrote")
             return False
@@ -143,7 +144,7 @@ class _Walker:
 
 
 def _link(path: str, root: Path) -> str:
-    """What a symbolic link is, in words; it is never followed."""
+    """Where a symbolic link leads; it is never followed."""
     try:
         target = Path(path).resolve(strict=True)
     except (OSError, RuntimeError):  # Python 3.11 and 3.12 raise the second for a circle
@@ -164,7 +165,7 @@ def _read_rules(folder: str) -> Iterator[_Rules]:
 def _above(root: Path) -> tuple[_Rules, ...]:
     """The rules of folders above the source, up to the repository's top.
 
-    None if it is in no repository, and none if they ignore the source itself: whoever names it wants its pages.
+    None outside a repository, and none if they ignore the source itself: a user who passes it wants its pages.
     """
     found: list[_Rules] = []
     for folder in root.parents:
@@ -179,7 +180,7 @@ def _above(root: Path) -> tuple[_Rules, ...]:
 
 
 def _ignored(path: str, rules: tuple[_Rules, ...]) -> bool:
-    """As git: the nearest file with a matching pattern decides."""
+    """As in git, the nearest ``.gitignore`` with a matching pattern decides."""
     for rule in reversed(rules):
         if not path.startswith(rule.folder):
             continue

@@ -1,4 +1,4 @@
-"""WordIndex of prose, without the ones that every text has."""
+"""The words of a text, without common ones such as "the"."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOP_WORDS = frozenset(_TEXT.split())
 
 
 class WordIndex:
-    """Collects words with their lines."""
+    """Collects words and the lines they are on."""
 
     def __init__(self) -> None:
         self._lines: dict[str, set[int]] = {}

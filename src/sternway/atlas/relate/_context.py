@@ -1,4 +1,4 @@
-"""What other files say about a file: who imports, subclasses and calls it, and where it stands in the whole."""
+"""What is known about a file from other files: what imports, subclasses and calls it, its tests, its cycles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TEST_FILE = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|conftest)\.py$")
 
 
 class CallTarget(NamedTuple):
-    """A definition elsewhere in the tree that this file calls: where it is, the first call's line, how many calls."""
+    """A definition in another file that this file calls: the line of the first call, and how many calls."""
 
     symbol: Symbol
     line: int
@@ -25,7 +25,7 @@ class CallTarget(NamedTuple):
 
 
 class FileContext(NamedTuple):
-    """Everything on a file's page that depends on other files."""
+    """Everything on a file's page that comes from other files."""
 
     imports: tuple[str, ...] = ()  # for each import of the file, as ``Resolver.imported``
     importers: tuple[tuple[str, int], ...] = ()
@@ -37,12 +37,12 @@ class FileContext(NamedTuple):
     tests: tuple[tuple[str, int], ...] = ()
     cycle: tuple[str, ...] = ()
     readers: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()  # of a configuration file's keys
-    is_entry: str = ""  # why it is an entry point
+    is_entry: str = ""  # the reason, if it is an entry point
     measured: str = ""  # JSON of what was measured of this file's modules
 
 
 class Relations(NamedTuple):
-    """The tree's import graph and what follows from it."""
+    """The import graph of a tree, and what follows from it for each file."""
 
     graph: dict[str, tuple[str, ...]]
     order: tuple[str, ...]  # by importance
@@ -51,8 +51,8 @@ class Relations(NamedTuple):
     contexts: dict[str, FileContext]
 
 
-def contexts(facts: Mapping[str, Facts], names: Mapping[str, ModuleName]) -> Relations:
-    """Read every file's facts against every other's."""
+def relate(facts: Mapping[str, Facts], names: Mapping[str, ModuleName]) -> Relations:
+    """Relate the facts of all files to each other."""
     resolver = Resolver(facts, names)
     imports = {path: tuple(resolver.imported(path, item) for item in known.imports) for path, known in facts.items()}
     importers: dict[str, dict[str, int]] = defaultdict(dict)
@@ -147,7 +147,7 @@ def _key_readers(facts: Mapping[str, Facts]) -> dict[str, tuple[tuple[str, int],
 
 
 def _entries(facts: Mapping[str, Facts], resolver: Resolver) -> dict[str, str]:
-    """Files that are run: each with the reason."""
+    """Entry points, each with the reason."""
     found = {}
     for path, known in sorted(facts.items()):
         if path.rpartition("/")[2] == "__main__.py":

@@ -1,4 +1,4 @@
-"""The absolute name of each Python file, as an import would say it."""
+"""The absolute module name of each Python file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ModuleName(NamedTuple):
 def names(root: Path, paths: Iterable[str]) -> dict[str, ModuleName]:
     """A name for every Python file.
 
-    It starts at the highest folder around the file that has an ``__init__.py``, looking above the source too; a file
-    in no package is named by itself, as a script is.
+    It starts at the topmost folder around the file that has an ``__init__.py``, also above the source. A file outside
+    a package is named by itself, as a script is.
     """
     paths = list(paths)
     packages = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] in ("__init__.py", "__init__.pyi")}

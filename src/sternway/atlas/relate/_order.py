@@ -1,7 +1,7 @@
-"""In which order to read a tree: entry points first, then what the rest leans on, with the circles named.
+"""The order in which to read a tree: how important each file is, and which files import each other in cycles.
 
 Importance is PageRank over imports that run when a module is imported: Page et al., "The PageRank Citation Ranking"
-(1999). A file ranks high if files that rank high import it.
+(1999). A file is important if important files import it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _ROUNDS = 60
 
 
 def importance(graph: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
-    """Each file's share of attention, from ``{file: files that it imports}``.
+    """The rank of each file, from ``{file: files that it imports}``.
 
     Example:
         >>> share = importance({"main": ("base",), "other": ("base",), "base": ()})
@@ -36,7 +36,7 @@ def importance(graph: Mapping[str, tuple[str, ...]]) -> dict[str, float]:
 
 
 def cycles(graph: Mapping[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Groups of files that all reach each other (Tarjan's algorithm, on a stack of our own), the largest first.
+    """Groups of files that all reach each other (Tarjan's algorithm, without recursion), the largest first.
 
     Example:
         >>> cycles({"a": ("b",), "b": ("a",), "c": ("a",)})
@@ -83,7 +83,7 @@ def cycles(graph: Mapping[str, tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def shortest_cycle(graph: Mapping[str, tuple[str, ...]], group: tuple[str, ...]) -> tuple[str, ...]:
-    """One shortest way round inside a group, from its first file back to it."""
+    """A shortest cycle inside a group that starts and ends at its first file."""
     start, inside = group[0], set(group)
     before: dict[str, str] = {}
     ring = [start]

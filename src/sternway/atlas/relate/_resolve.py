@@ -1,7 +1,7 @@
-"""From names to files: which file an import means, which definition a call means, by following re-exports.
+"""Resolve names: which file an import means, and which definition a call means, following re-exports.
 
-What is not found is not guessed: it is "unresolved" if it should be in the tree, else the standard library's or
-outside.
+Nothing is guessed. What is not found is "unresolved" if it should be in the tree; otherwise it belongs to the standard
+library, or is outside the tree.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PYTHON = "Python"
 
 
 class Symbol(NamedTuple):
-    """A definition, or with an empty name the file itself."""
+    """A definition in the tree; with an empty name, the file itself."""
 
     path: str
     name: str
@@ -29,7 +29,7 @@ class Symbol(NamedTuple):
 
 
 class Resolver:
-    """Answers questions about one tree's names."""
+    """Resolves the names of one tree."""
 
     def __init__(self, facts: Mapping[str, Facts], names: Mapping[str, ModuleName]) -> None:
         self._facts, self._names = facts, names
@@ -83,7 +83,7 @@ class Resolver:
         return "standard library" if top in sys.stdlib_module_names else "outside the tree"
 
     def _beside(self, path: str, base: str) -> str | None:
-        """A script's neighbour: files in no package find each other by their folder."""
+        """A script's neighbour: files outside a package import files of their own folder."""
         if self._names[path].package:
             return None
         near = posixpath.join(posixpath.dirname(path), base.replace(".", "/") + ".py")
@@ -122,7 +122,7 @@ class Resolver:
         if whole in defined and defined[whole].kind != "variable":
             return Symbol(path, whole, defined[whole].line)
         if rest[0] in defined and defined[rest[0]].kind != "variable":
-            return None  # an inherited method, or an attribute: not told by parsing
+            return None  # an inherited method or an attribute: unknown without running the code
         for item in self._bound(path).get(rest[0], ()):
             for target in self._meant(path, item):
                 found = self._find(".".join([target, *rest[1:]]), visited)

@@ -1,4 +1,4 @@
-"""Measured facts: ``path.py:function`` run in a process of its own, its numbers put on the pages of its modules."""
+"""Measured facts: run ``path.py:function`` in a process of its own, and show its numbers on the modules' pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FILE = "measured.json"
 
 
 def measure(target: str, root: Path, out: Path, seconds: float) -> str:
-    """Run the target; a JSON record of what was measured.
+    """Run the target and return a JSON record of what was measured.
 
     Raises:
         AtlasError: it failed, or took longer than ``seconds``.
@@ -31,7 +31,7 @@ def measure(target: str, root: Path, out: Path, seconds: float) -> str:
     path = next((found for found in (Path(file), root / file) if file and found.is_file()), None)
     if path is None or not function.isidentifier():
         raise AtlasError(
-            "--measure is path/to/file.py:function", got=repr(target), fix="name a file and a function in it"
+            "--measure must be path/to/file.py:function", got=repr(target), fix="name a file and a function in it"
         )
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -40,13 +40,13 @@ def measure(target: str, root: Path, out: Path, seconds: float) -> str:
             run = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
         except subprocess.TimeoutExpired:
             raise AtlasError(
-                f"what is measured ends within {seconds:g} s",
+                f"the measured function must end within {seconds:g} s",
                 got=f"{target}, which was still running",
-                fix="use a smaller model, or more with --measure-seconds",
+                fix="use a smaller model, or allow more with --measure-seconds",
             ) from None
         if run.returncode != 0 or not result.exists():
             last = (run.stderr.strip().splitlines() or ["no message"])[-1]
-            raise AtlasError("what is measured runs", got=f"{target}: {last}", fix="run it alone to see why")
+            raise AtlasError("the measured function failed", got=f"{target}: {last}", fix="run it alone to see why")
         record: dict[str, Any] = json.loads(result.read_text("utf-8"))
     record["target"] = target
     record["command"] = shlex.join(["sternway", "atlas", os.path.basename(root), "--measure", target])
@@ -54,7 +54,7 @@ def measure(target: str, root: Path, out: Path, seconds: float) -> str:
 
 
 def keep(out: Path, measured: str) -> None:
-    """Leave the record for later runs; an empty one takes it away."""
+    """Store the record for later runs; an empty one removes it."""
     if measured:
         write(out / MARK / _FILE, measured)
     else:
@@ -62,7 +62,7 @@ def keep(out: Path, measured: str) -> None:
 
 
 def kept(out: Path, sources: Mapping[str, str]) -> str:
-    """The record of an earlier run, if every file that it is about is the same now; else none."""
+    """The record of an earlier run, if none of the measured files has changed; else empty."""
     try:
         text = (out / MARK / _FILE).read_text("utf-8")
         files = json.loads(text)["files"]
@@ -72,12 +72,12 @@ def kept(out: Path, sources: Mapping[str, str]) -> str:
 
 
 def page(measured: str) -> dict[str, str]:
-    """The drawn graph, by its output path."""
+    """The page with the measured graph, by its output path."""
     return {"_site/backward.html": json.loads(measured)["page"]} if measured else {}
 
 
 def spread(measured: str, whole: Relations) -> Relations:
-    """Each file's rows to its context."""
+    """Add each file's measurements to its context."""
     if not measured:
         return whole
     record = json.loads(measured)

@@ -42,7 +42,7 @@ def main(file: str, function: str, result: str, root: str) -> None:
         whole = "times are measured where the function returns a model and a sample; "
     else:
         raise AtlasError(
-            "the function returns a model and a sample, or a loss and its model",
+            "the function must return a model and a sample, or a loss and its model",
             got=f"a {type(made).__name__}",
             fix="return model, sample",
         )
@@ -69,13 +69,13 @@ def main(file: str, function: str, result: str, root: str) -> None:
 def _load(file: Path, function: str) -> Callable[[], Any]:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise AtlasError("--measure names a Python file", got=str(file), fix="give it a name that ends in .py")
+        raise AtlasError("--measure must name a Python file", got=str(file), fix="give it a name that ends in .py")
     sys.path.insert(0, str(file.parent.resolve()))
     module = sys.modules[file.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     found = getattr(module, function, None)
     if not callable(found):
-        raise AtlasError(f"{file.name} has a function of that name", got=repr(function), fix="check its name")
+        raise AtlasError(f"--measure must name a function in {file.name}", got=repr(function), fix="check its name")
     return found  # type: ignore[no-any-return]  # callable: just looked
 
 
@@ -83,7 +83,7 @@ Given = dict[str, tuple[tuple[Any, ...], dict[str, Any]]]  # what each module wa
 
 
 def _calls(model: nn.Module) -> Given:
-    """A record that fills as the modules run."""
+    """The arguments that each module is first called with, filled in as the modules run."""
     given: Given = {}
 
     def note(name: str) -> Callable[..., None]:
@@ -117,15 +117,15 @@ def _times(model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) 
 
 
 def _times_alone(module: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]] | None) -> tuple[str, str, str]:
-    """A module's own F, I and W, on what it was called with; empty where it cannot be run alone."""
+    """F, I and W of one module, with the arguments it was called with; empty if it cannot run alone."""
     try:
         return _times(module, *given) if given is not None else ("", "", "")
-    except Exception:  # whatever a stranger's module raises, its row still has the rest
+    except Exception:  # whatever a module raises, its row has the other numbers
         return "", "", ""
 
 
 def _page(captured: graph.Graph, function: str) -> str:
-    """The backward graph as the viewer draws it."""
+    """The backward graph, as a page of the viewer."""
     with tempfile.TemporaryDirectory() as folder:
         return captured.to_html(Path(folder) / "graph.html", title=f"Backward of {function}").read_text("utf-8")
 

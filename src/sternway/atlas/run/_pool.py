@@ -1,4 +1,4 @@
-"""Run jobs in as many processes as there are cores, or here where there is little to do."""
+"""Run jobs in worker processes, or in this process if there are few."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class JobPool:
-    """Processes that are started when first needed, and stay for the run."""
+    """Worker processes, started when first needed and kept until the end of the run."""
 
     def __init__(self, jobs: int | None, progress: Progress | None) -> None:
         self._count = max(1, jobs if jobs is not None else os.cpu_count() or 1)
@@ -30,7 +30,7 @@ class JobPool:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
     def run(self, phase: str, jobs: Sequence[Job], *, small: bool) -> Iterator[Done]:
-        """Each job's result as it comes; the first failure ends the run."""
+        """Each job's result as it comes; the first failure is raised."""
         if not jobs:
             return
         self._progress(phase, 0, len(jobs))
@@ -41,7 +41,7 @@ class JobPool:
 
     def _spread(self, jobs: Sequence[Job]) -> Iterator[Done]:
         if self._executor is None:
-            spawn = multiprocessing.get_context("spawn")  # whoever calls us may have threads
+            spawn = multiprocessing.get_context("spawn")  # the caller may have threads, which fork does not copy
             self._executor = concurrent.futures.ProcessPoolExecutor(self._count, spawn, initializer=start)
         waiting = [self._executor.submit(run, job) for job in jobs]
         try:
@@ -49,8 +49,8 @@ class JobPool:
                 yield future.result()
         except concurrent.futures.process.BrokenProcessPool:
             raise AtlasError(
-                "every worker process finishes",
-                got="one that ended: out of memory, killed, or started by a script that runs itself again",
+                "a worker process was lost",
+                got="one that ended early: out of memory, killed, or started by a script without a main guard",
                 fix="use fewer jobs, include fewer files, and call build() under `if __name__ == '__main__'`",
             ) from None
 

@@ -1,6 +1,6 @@
-"""From a source tree to its pages: read what changed, see each file among the others, write what differs.
+"""From a source tree to its pages: read what changed, relate the files, write the pages that differ.
 
-    walk ─▶ hash ─▶ read (facts, keyword pages) ─▶ contexts ─▶ describe, folders, indexes ─▶ check links ─▶ manifest
+    walk ─▶ hash ─▶ read (facts, keyword pages) ─▶ relate ─▶ describe, folders, indexes ─▶ check links ─▶ manifest
              │          in processes                 here         in processes
              └─ the same as last time: nothing is written
 
@@ -22,7 +22,7 @@ from sternway.atlas.pages._assets import assets
 from sternway.atlas.pages._folder_page import Folder, TreeFacts, reading_page
 from sternway.atlas.pages._links import Links, check
 from sternway.atlas.read._tree import MARK, FileProblem, Tree, walk
-from sternway.atlas.relate._context import Relations, contexts
+from sternway.atlas.relate._context import Relations, relate
 from sternway.atlas.relate._modules import names
 from sternway.atlas.run import _measure
 from sternway.atlas.run._pool import JobPool
@@ -46,13 +46,15 @@ _ABOUT_PAGES = ("encoding", "syntax", "no parser")  # problems of files that hav
 
 
 class SiteBuild:
-    """One run's state, step by step."""
+    """One run: ``prepare``, ``read``, ``describe``, ``finish``."""
 
     def __init__(self, source: Path, out: Path, include: tuple[str, ...]) -> None:
         self.tree: Tree = walk(source, out, include)
         self.site = Site(self.tree.root, out.resolve(), self.tree.root.name or "/")
         if self.tree.root == self.site.out or self.tree.root.is_relative_to(self.site.out):
-            raise AtlasError("--out is not the source nor around it", got=str(out), fix="choose a folder of its own")
+            raise AtlasError(
+                "--out cannot be the source or a folder that contains it", got=str(out), fix="choose another folder"
+            )
         self.options = digest(json.dumps(include), self.site.tree)
         self.problems: list[FileProblem] = list(self.tree.problems)
         self.sources = dict(self._hashes())
@@ -85,7 +87,7 @@ class SiteBuild:
         return sum(entry.size for entry in self.tree.files) < _SMALL
 
     def measured(self) -> str:
-        """What an earlier run measured, while the files it is about are the same."""
+        """What an earlier run measured, if the measured files have not changed."""
         return _measure.kept(self.site.out, self.sources)
 
     def unchanged(self, before: SiteManifest, measured: str) -> bool:
@@ -105,27 +107,31 @@ class SiteBuild:
             return False
 
     def prepare(self) -> None:
-        """The output folder, and no way out of it."""
+        """Make the output folder, and check that nothing in it links elsewhere."""
         out = self.site.out
         try:
             if out.exists() and not (out / MARK).is_dir() and any(out.iterdir()):
                 raise AtlasError(
-                    "--out is a new folder, an empty one, or one that an earlier run wrote",
+                    "--out must be new, empty, or written by an earlier run",
                     got=f"{out}, which has other files",
                     fix="choose another, or empty it",
                 )
             (out / MARK).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise AtlasError("--out is a folder to write into", got=str(error), fix="choose another") from None
+            raise AtlasError(
+                "--out must be a folder that can be written", got=str(error), fix="choose another"
+            ) from None
         for folder in {"_site", MARK, *map(folder_of, self.tree.folders)}:
             path = out / folder
             if folder and path.is_symlink():
                 raise AtlasError(
-                    "no folder of the output is a link", got=f"{path}, which is one", fix="remove it and run again"
+                    "a folder of the output cannot be a symbolic link",
+                    got=f"{path}, which is one",
+                    fix="remove it and run again",
                 )
 
     def _kept(self, key: str) -> bool:
-        """Keep the pages that were made from the same inputs, if they are still there."""
+        """Keep the pages of an earlier run that were made from the same inputs; False if there are none."""
         group = self.old.get(key)
         if not group or not all(self._intact(page, self.old_pages[page]) for page in group):
             return False
@@ -152,7 +158,7 @@ class SiteBuild:
                 self.sources.pop(path, None)
 
     def read(self, pool: JobPool) -> None:
-        """Facts and keyword pages of every file that is new or changed."""
+        """Read every new or changed file: its facts and its keyword page."""
         sizes = {entry.path: entry.size for entry in self.tree.files}
         wanted = []
         old_problems = {row[0]: row for row in (self.before.problems if self.before else ()) if row[1] in _ABOUT_PAGES}
@@ -172,11 +178,11 @@ class SiteBuild:
             self._finished(done)
 
     def describe(self, pool: JobPool, measured: str) -> None:
-        """Pages of files, folders and the whole."""
+        """Write the pages of files and folders, and the indexes."""
         for path in sorted(self.sources):
             _, self.lines[path], text = stored(self.site.out, path)
             self.facts[path] = unpack(text)
-        whole = self.whole = _measure.spread(measured, contexts(self.facts, self.names))
+        whole = self.whole = _measure.spread(measured, relate(self.facts, self.names))
         jobs: list[Describe | Index] = [*self._index_jobs()]
         waiting: list[tuple[str, str]] = []
         for path, context in whole.contexts.items():
@@ -209,14 +215,14 @@ class SiteBuild:
                 self._take(render(self.site, page, key))
 
     def _shared(self, measured: str) -> None:
-        """What all pages use, and the drawing of what was measured."""
+        """Write the shared style sheet and script, and the drawing of the measured graph."""
         for path, text in {**assets(), **_measure.page(measured)}.items():
             key = digest("asset", path, text)
             if not self._kept(key):
                 self._take([plain(self.site.out, path, key, text)])
 
     def _index_jobs(self) -> Iterator[Index]:
-        """Longest first: the index of the whole is one job."""
+        """The indexes that changed; the longest job, the index of the whole tree, comes first."""
         for folder in self.tree.folders:
             start = f"{folder}/" if folder else ""
             paths = tuple(path for path in sorted(self.sources) if path.startswith(start))
@@ -227,7 +233,7 @@ class SiteBuild:
                     yield Index(self.site, folder, paths, key, search=kind == "search")
 
     def finish(self, measured: str) -> tuple[SiteManifest, int]:
-        """Remove what has no source any more, check every link, and write down what there is."""
+        """Remove pages without a source, check every link, and write the manifest."""
         removed = [page for page in (self.before.pages if self.before else {}) if page not in self.pages]
         for page in removed:
             _remove(self.site.out, self.site.out / page)
@@ -253,7 +259,7 @@ class SiteBuild:
 
 
 def _chunks(paths: list[str], sizes: dict[str, int]) -> Iterator[tuple[str, ...]]:
-    """Runs of files that together have about as much text as one job should."""
+    """Split files into chunks of about ``_CHUNK`` bytes."""
     chunk: list[str] = []
     total = 0
     for path in paths:
@@ -267,7 +273,7 @@ def _chunks(paths: list[str], sizes: dict[str, int]) -> Iterator[tuple[str, ...]
 
 
 def _remove(out: Path, path: Path) -> None:
-    """Remove a file of ours and the folders that it leaves empty."""
+    """Remove a page, and the folders that are empty without it."""
     path.unlink(missing_ok=True)
     for folder in path.parents:
         if folder == out:

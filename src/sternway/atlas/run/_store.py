@@ -1,6 +1,6 @@
-"""What a run leaves for the next one, in ``.atlas`` inside the output: a manifest, and the facts of each file.
+"""What a run stores for the next one, in ``.atlas`` inside the output: a manifest, and the facts of each file.
 
-All of it is JSON: an output folder may come from a stranger, and reading it must not run anything.
+All of it is JSON: an output folder may come from someone else, and reading it must not run code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sternway.atlas.read._tree import MARK
 
 
 class Written(NamedTuple):
-    """A page on disk: from which inputs (by digest) it was made, and what it contains (by digest and size)."""
+    """A page on disk: the digest of its inputs, and the digest and size of its content."""
 
     inputs: str
     digest: str
@@ -29,6 +29,8 @@ class Written(NamedTuple):
 
 
 class SiteManifest(NamedTuple):
+    """What a run read and wrote."""
+
     generator: str
     options: str
     sources: dict[str, str]  # path: SHA-256
@@ -41,7 +43,7 @@ class SiteManifest(NamedTuple):
 
 
 def digest(*parts: str | bytes) -> str:
-    """One digest of several parts, told apart."""
+    """One digest of several parts and their lengths."""
     whole = hashlib.sha256()
     for part in parts:
         data = part if isinstance(part, bytes) else part.encode("utf-8", "surrogatepass")
@@ -52,12 +54,20 @@ def digest(*parts: str | bytes) -> str:
 
 @functools.cache
 def generator() -> str:
-    """What makes pages: our own files, and the versions of what they use. If it changes, every page is made again."""
+    """A digest of our own files and the versions of the libraries used. If it changes, every page is made again."""
     own = Path(__file__).parents[1]
     files = sorted(path for path in own.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     content = [part for path in files for part in (path.relative_to(own).as_posix(), path.read_bytes())]
-    used = [importlib.metadata.version(name) for name in ("griffelib", "jinja2", "pygments", "pathspec", "pyyaml")]
-    return digest(*content, *used, _ctags.version(), sys.version)
+    used = [importlib.metadata.version(name) for name in ("jinja2", "pygments", "pathspec", "pyyaml")]
+    return digest(*content, _griffe_version(), *used, _ctags.version(), sys.version)
+
+
+def _griffe_version() -> str:
+    """The package ``griffe`` comes from the distribution griffelib since version 2, before that from griffe."""
+    try:
+        return importlib.metadata.version("griffelib")
+    except importlib.metadata.PackageNotFoundError:
+        return importlib.metadata.version("griffe")
 
 
 def facts_file(out: Path, path: str) -> Path:
@@ -66,7 +76,7 @@ def facts_file(out: Path, path: str) -> Path:
 
 
 def write(path: Path, text: str | bytes) -> tuple[str, int, bool]:
-    """Write whole or not at all: the digest and the size of the file, and whether it was not so before."""
+    """Write a file atomically; return its digest, its size, and whether its content changed."""
     data = text if isinstance(text, bytes) else text.encode("utf-8", "backslashreplace")
     found = hashlib.sha256(data).hexdigest(), len(data)
     if _has(path, data):
@@ -90,7 +100,7 @@ def _has(path: Path, data: bytes) -> bool:
 
 
 def load(out: Path) -> SiteManifest | None:
-    """The last run's manifest; None if there is none that can be read."""
+    """The manifest of the last run; None if there is none, or it cannot be read."""
     try:
         raw = json.loads((out / MARK / "manifest.json").read_text("utf-8"))
         pages = {str(path): Written(*row) for path, row in raw["pages"].items() if _inside(str(path))}
@@ -110,7 +120,7 @@ def load(out: Path) -> SiteManifest | None:
 
 
 def _inside(path: str) -> bool:
-    """A page of ours is a plain relative path; a manifest that names another is not obeyed."""
+    """Whether a path is inside the output folder; a manifest that names others is not trusted."""
     return not path.startswith("/") and ".." not in path.split("/") and "\\" not in path and "\0" not in path
 
 

@@ -1,4 +1,4 @@
-"""What is done for each file, in whichever process: read it, write its pages. Arguments and results are small."""
+"""The jobs of a run, which worker processes do: read files, write their pages, write indexes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from sternway.atlas.run._store import Written, facts_file, write
 
 
 class Site(NamedTuple):
-    """Where a run reads and writes."""
+    """The source tree and the output folder of a run, and the tree's name."""
 
     root: Path
     out: Path
@@ -53,21 +53,21 @@ class Output(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A job's result: pages written, and what must be said of files (path, kind, text)."""
+    """A job's result: pages written, and problems of files (path, kind, text)."""
 
     outputs: tuple[Output, ...]
     problems: tuple[tuple[str, str, str], ...] = ()
 
 
 def start() -> None:
-    """Once in each process: trees are deep, and the cycle collector would go over them again and again."""
+    """Called once in each process: syntax trees are deep, and the cycle collector would scan them again and again."""
     sys.setrecursionlimit(20_000)
     gc.disable()
     gc.freeze()
 
 
 class Read(NamedTuple):
-    """Read these files: facts and keyword pages. ``keys``: the digest of each one's inputs."""
+    """Read files, and write their facts and keyword pages. ``keys``: the digest of each file's inputs."""
 
     site: Site
     paths: tuple[str, ...]
@@ -103,7 +103,7 @@ class Read(NamedTuple):
 
 
 class Describe(NamedTuple):
-    """Write these files' pages, given what the others say of them."""
+    """Write the pages of files, with what is known about them from other files."""
 
     site: Site
     files: tuple[tuple[str, FileContext, str], ...]  # path, context, digest of inputs
@@ -125,7 +125,7 @@ class Describe(NamedTuple):
 
 
 class Index(NamedTuple):
-    """Write the keyword index of a folder and all below; at the top, the search index too."""
+    """Write the keyword index of a folder and all below it, or with ``search`` the search index."""
 
     site: Site
     folder: str
@@ -174,13 +174,13 @@ def run(job: Job) -> Done:
 
 
 def _collect() -> None:
-    """In a process of ours, after a job: what it made is gone, and what was there before is frozen."""
+    """Collect after a job, in a worker process where the collector is off otherwise."""
     if not gc.isenabled():
         gc.collect()
 
 
 def render(site: Site, page: Page, key: str) -> Iterator[Output]:
-    """Both forms of a page."""
+    """Write a page as Markdown and as HTML."""
     yield from _write(site.out, f"{page.name}.md", key, to_markdown(page))
     yield from _write(site.out, f"{page.name}.html", key, to_html(page, site.tree))
 
@@ -191,7 +191,7 @@ def _write(out: Path, page: str, key: str, text: str) -> Iterator[Output]:
 
 
 def plain(out: Path, path: str, key: str, text: str) -> Output:
-    """A file without links of its own."""
+    """Write a file without links of its own."""
     digest, size, changed = write(out / path, text)
     return Output(path, Written(key, digest, size), None, changed)
 
@@ -210,7 +210,7 @@ def load_keywords(out: Path, path: str) -> list[tuple[str, str, int]]:
 
 
 def stored(out: Path, path: str) -> tuple[str, int, str]:
-    """The key, the number of lines and the facts (as text) that were stored for a file; empty if there are none."""
+    """The key, the number of lines and the packed facts stored for a file; empty if there are none."""
     try:
         key, lines, facts, *_ = _lines(out, path)
         return key, int(lines), facts
