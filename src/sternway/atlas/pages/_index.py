@@ -9,7 +9,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from html import escape as html_escape
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from sternway.atlas._paths import link, shown
 from sternway.atlas._records import Keyword
@@ -33,9 +33,20 @@ class Entry(NamedTuple):
     used: tuple[Where, ...]
 
 
-def letter_of(name: str) -> str:
+_Named = TypeVar("_Named", Keyword, Entry)
+
+
+def _letter(name: str) -> str:
     first = name.lstrip("_")[:1].lower()
     return first if "a" <= first <= "z" else "0-9" if first.isdigit() else "other"
+
+
+def by_letter(words: Iterable[_Named]) -> dict[str, list[_Named]]:
+    """Keywords or entries, grouped by their first letter."""
+    groups: dict[str, list[_Named]] = defaultdict(list)
+    for word in words:
+        groups[_letter(word.name)].append(word)
+    return {letter: groups[letter] for letter in sorted(groups, key=lambda one: (one == "other", one))}
 
 
 # -- one file
@@ -46,7 +57,7 @@ def file_markdown(path: str, keywords: list[Keyword]) -> str:
     target = link(page_of("kw", path, ".md"), page_of("docs", path, ".html"))
     about = link(page_of("kw", path, ".md"), page_of("docs", path, ".md"))
     lines = [f"# Keywords of {escape(shown(path))}", "", f"[About this file]({about})", ""]
-    for letter, group in _grouped(keywords).items():
+    for letter, group in by_letter(keywords).items():
         lines += [f"## {letter}", ""]
         for word in group:
             uses = " ".join([f"[{line}]({target}#L{line})" for line in word.uses])
@@ -60,7 +71,7 @@ def file_html(path: str, keywords: list[Keyword]) -> str:
     """The same as the body of an HTML page."""
     target = link(page_of("kw", path, ".html"), page_of("docs", path, ".html"))
     parts = []
-    for letter, group in _grouped(keywords).items():
+    for letter, group in by_letter(keywords).items():
         parts.append(f"<h2 id={slug(letter)}>{letter}</h2><dl>")
         for word in group:
             places = (word.line, *word.uses) if word.line else word.uses
@@ -69,13 +80,6 @@ def file_html(path: str, keywords: list[Keyword]) -> str:
             parts.append(f"<dt>{html_escape(word.name)}<small>{word.kind}</small><dd{mark}>{links}")
         parts.append("</dl>")
     return "\n".join(parts)
-
-
-def _grouped(keywords: list[Keyword]) -> dict[str, list[Keyword]]:
-    groups: dict[str, list[Keyword]] = defaultdict(list)
-    for word in keywords:
-        groups[letter_of(word.name)].append(word)
-    return {letter: groups[letter] for letter in sorted(groups, key=lambda one: (one == "other", one))}
 
 
 # -- a subtree
@@ -97,13 +101,6 @@ def merge(files: Iterable[tuple[str, Iterable[tuple[str, str, int]]]]) -> list[E
     names = [Entry(name, tuple(defined.get(name, ())), tuple(used.get(name, ()))) for name in {*defined, *used}]
     names += [Entry(name, (), tuple(places)) for name, places in words.items()]
     return sorted(names, key=lambda entry: (entry.name.casefold(), entry))
-
-
-def entries_by_letter(entries: list[Entry]) -> dict[str, list[Entry]]:
-    groups: dict[str, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        groups[letter_of(entry.name)].append(entry)
-    return {letter: groups[letter] for letter in sorted(groups, key=lambda one: (one == "other", one))}
 
 
 def subtree_markdown(page: str, title: str, letters: dict[str, list[Entry]]) -> str:

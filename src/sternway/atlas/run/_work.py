@@ -18,7 +18,7 @@ from sternway.atlas.pages._html import index_html, to_html
 from sternway.atlas.pages._index import (
     SPLIT_ABOVE,
     Entry,
-    entries_by_letter,
+    by_letter,
     file_html,
     file_markdown,
     merge,
@@ -138,7 +138,7 @@ class Index(NamedTuple):
         if self.search:
             made = shards(entries, list(self.paths)).items()
             return Done(tuple(plain(self.site.out, f"_site/search/{name}", self.key, text) for name, text in made))
-        letters = entries_by_letter(entries)
+        letters = by_letter(entries)
         title = f"Keywords below {shown(self.folder) or self.site.tree}"
         if len(entries) <= SPLIT_ABOVE:
             return Done(tuple(self._pages("sub", title, letters)))
