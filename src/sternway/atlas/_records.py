@@ -60,7 +60,7 @@ class Fact(NamedTuple):
     note: str = ""
 
 
-class Module(NamedTuple):
+class ModuleFacts(NamedTuple):
     """A class that may be an ``nn.Module``, with the attributes that its ``__init__`` makes."""
 
     name: str
@@ -103,7 +103,7 @@ class Facts(NamedTuple):
     calls: tuple[Call, ...] = ()
     bases: tuple[Base, ...] = ()
     facts: tuple[Fact, ...] = ()
-    modules: tuple[Module, ...] = ()
+    modules: tuple[ModuleFacts, ...] = ()
     options: tuple[Option, ...] = ()
     subscripts: tuple[tuple[str, int], ...] = ()  # literal keys that are read
     exports: tuple[str, ...] = ()
@@ -116,11 +116,11 @@ _LISTS: dict[str, Any] = {
     "calls": Call,
     "bases": Base,
     "facts": Fact,
-    "modules": Module,
+    "modules": ModuleFacts,
     "options": Option,
     "subscripts": tuple,
 }
-_NESTED = (Definition, Module, Option)  # their fields may be tuples
+_NESTED = (Definition, ModuleFacts, Option)  # their fields may be tuples
 
 
 def pack(facts: Facts) -> str:

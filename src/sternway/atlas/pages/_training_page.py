@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from sternway.atlas._records import Module
+from sternway.atlas._records import ModuleFacts
 from sternway.atlas.pages._about import About
 from sternway.atlas.pages._blocks import (
     At,
@@ -63,7 +63,7 @@ def training(about: About) -> Section | None:
     return section("Training", *blocks)
 
 
-def _module(about: About, module: Module) -> Block:
+def _module(about: About, module: ModuleFacts) -> Block:
     words: list[Words] = [
         (Code(module.name), " is an nn.Module (bases ", Code(module.base), ", ", about.at(module.line), ")")
     ]

@@ -6,7 +6,7 @@ import ast
 from collections import defaultdict
 from collections.abc import Iterator
 
-from sternway.atlas._records import Fact, Module
+from sternway.atlas._records import Fact, ModuleFacts
 from sternway.atlas.python._patterns import shortened
 from sternway.atlas.python._reading import Reading, Use
 
@@ -145,7 +145,7 @@ def _loaded(reading: Reading) -> dict[int, list[str]]:
     return made
 
 
-def modules(reading: Reading) -> Iterator[Module]:
+def modules(reading: Reading) -> Iterator[ModuleFacts]:
     """Every class with a base; which of them are ``nn.Module``s is known only once all files are read."""
     parts: dict[str, list[tuple[str, str, int]]] = defaultdict(list)
     for use in reading.uses:
@@ -157,7 +157,7 @@ def modules(reading: Reading) -> Iterator[Module]:
     for name, node in reading.classes.items():
         forward = reading.functions.get(f"{name}.forward")
         if node.bases and (forward or parts.get(name)):
-            yield Module(
+            yield ModuleFacts(
                 name,
                 node.lineno,
                 ", ".join(ast.unparse(base) for base in node.bases),
