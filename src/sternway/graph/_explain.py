@@ -14,7 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from sternway._torch import require
-from sternway._torch.autograd import changed_versions, failed_roots, failure_of, unused_parameters, version_of
+from sternway._torch.autograd import version_of
+from sternway._torch.failures import changed_versions, failed_roots, failure_of, unused_parameters
 from sternway._torch.nodes import read_saved
 from sternway.errors import BackwardError
 from sternway.graph._capture import capture

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from sternway._storage import dense_parts, storage_sizes
-from sternway._torch.autograd import storage_id, storage_key
+from sternway._torch.autograd import storage_id
 from sternway._torch.nodes import CHECKPOINT_HOLDER, raw_saved, read_saved, saved_label, saved_names
 from sternway._torch.saved_hooks import checkpoint_inputs
 from sternway.graph._records import Role, Saved, TensorInfo
@@ -107,24 +107,22 @@ class Reader:
                 yield self._describe(tensor, f"checkpoint input {index}", "checkpoint")
 
     def _describe(self, tensor: Tensor, name: str, hook: str | None = None) -> Saved:
-        info = self.info(tensor)
-        if type(tensor) is Tensor and tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-        else:
+        info, part = self.info(tensor), tensor
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             parts = dense_parts(tensor)
             sizes = storage_sizes(parts)
             if len(parts) != 1 or not sizes:
                 number = self._numbers.setdefault(id(tensor), len(self._numbers))
                 size = sum(sizes.values())
                 return Saved(name, info, size, number, size, hook=hook)
-            storage = parts[0].untyped_storage()
-        key = storage_key(storage)
+            part = parts[0]
+        key, size = storage_id(part), part.untyped_storage().nbytes()
         number = self._numbers.setdefault(key, len(self._numbers))
         owner = self.known.get(key)
         if owner is None:
-            return Saved(name, info, tensor.nbytes, number, storage.nbytes(), hook=hook)
+            return Saved(name, info, tensor.nbytes, number, size, hook=hook)
         role, of, identity = owner
-        return Saved(name, info, tensor.nbytes, number, storage.nbytes(), role, of, id(tensor) != identity, hook)
+        return Saved(name, info, tensor.nbytes, number, size, role, of, id(tensor) != identity, hook)
 
 
 def saved_parts(node: Any) -> Iterator[tuple[str, Any]]:
