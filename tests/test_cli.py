@@ -106,10 +106,10 @@ def test_graph_of_the_example(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("nonsense", "TARGET is path/to/file.py:function; got 'nonsense'"),
+        ("nonsense", "TARGET must be path/to/file.py:function; got 'nonsense'"),
         ("nowhere.py:loss", "'nowhere.py', which is not one"),
-        ("FILE:absent", "got 'absent'. Fix: one of right, wrong"),
-        ("FILE:wrong", "the function returns a loss, or a model and a sample; got a int"),
+        ("FILE:absent", "got 'absent'. Fix: pass one of right, wrong"),
+        ("FILE:wrong", "the function must return a loss, or a model and a sample; got a int"),
     ],
 )
 def test_graph_says_what_is_wrong_with_a_target(target: str, message: str, tmp_path: Path) -> None:

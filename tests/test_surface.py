@@ -81,7 +81,7 @@ SURFACE = {
         "FrozenUse",
         "Graph",
         "Kept",
-        "ModuleRow",
+        "ModuleSummary",
         "Node",
         "Nonfinite",
         "Owners",
@@ -118,7 +118,7 @@ SURFACE = {
         "profile",
     ],
     "sternway.dropin.pipelining_backward": ["stage_backward", "stage_backward_input", "stage_backward_weight"],
-    "sternway.atlas": ["Broken", "Problem", "Report", "build", "check"],
+    "sternway.atlas": ["BrokenLink", "BuildReport", "FileProblem", "build", "check"],
     "sternway.cli": ["app", "main"],
 }
 
