@@ -119,6 +119,21 @@ SURFACE = {
     ],
     "sternway.dropin.pipelining_backward": ["stage_backward", "stage_backward_input", "stage_backward_weight"],
     "sternway.atlas": ["Broken", "Problem", "Report", "build", "check"],
+    "sternway.demo": [
+        "ChaosLog",
+        "ChaosOptions",
+        "DemoOptions",
+        "DemoOutcome",
+        "GPT",
+        "GPTBlock",
+        "SplitTimes",
+        "ThreeWays",
+        "batches",
+        "next_byte_loss",
+        "standard_library",
+        "train",
+        "train_with_kills",
+    ],
     "sternway.cli": ["app", "main"],
 }
 
