@@ -18,7 +18,6 @@ from sternway._torch import Probe
 from sternway.cli import _doctor
 from sternway.errors import GraphError, SplitError
 
-
 PROBES = sternway._torch.all_probes()
 
 

@@ -33,11 +33,15 @@ def test_trains_across_processes(trained: tuple[dict[str, Any], Path]) -> None:
     assert record["gradients_equal"]
     assert len(record["losses"]) == 3
     assert record["schedule"] == "zb-h1"
-    assert set(record["efficiency"]) == set(record["step_ms"]) == {
-        "sternway zb-h1",
-        "torch Schedule1F1B",
-        "torch ScheduleZBVZeroBubble",
-    }
+    assert (
+        set(record["efficiency"])
+        == set(record["step_ms"])
+        == {
+            "sternway zb-h1",
+            "torch Schedule1F1B",
+            "torch ScheduleZBVZeroBubble",
+        }
+    )
     assert record["report"] == str(report)
 
 
