@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from browser import Browser
-from costs import marks
+from costs import SEARCHING, marks
 
 HERE = Path(__file__).parent
 collect_ignore_glob = [] if find_spec("griffe") else ["atlas/*"]  # a GPU machine may have torch and pytest alone
@@ -31,13 +31,16 @@ if find_spec("hypothesis"):
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if HERE in item.path.parents:
-            for mark in sorted(marks(item.path.relative_to(HERE).as_posix(), item.name)):
-                item.add_marker(mark)
+        path = item.path.relative_to(HERE).as_posix() if HERE in item.path.parents else ""
+        found = marks(path, item.name)
         if "browser" in getattr(item, "fixturenames", ()):
-            item.add_marker("browser")
+            found.add("browser")
+        if config.pluginmanager.hasplugin("_cov") and (path in SEARCHING or found):
+            found.add("no_cover")
+        for mark in sorted(found):
+            item.add_marker(mark)
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
     dist     starts several processes that talk to each other
     browser  drives a real Chromium (found by its fixture)
-    slow     takes more than about three seconds, most often a compiler's
+    slow     takes more than about three seconds, mostly in a compiler
     gpu      needs a CUDA device (marked in its file)
 
 What is left, ``make quick``, is pure or runs in one process on the CPU. A key is a file, a test in it, or a word in
@@ -34,15 +34,21 @@ COSTS: dict[str, tuple[str, ...]] = {
         "slow",
     ),
     "split/test_compiled.py::test_dynamic_shapes": ("slow",),
-    "split/test_compiled_models.py::test_inductor": ("slow",),
-    "split/test_compiled_models.py::test_inductor_with_convolutions": ("slow",),
-    "split/test_compiled_models.py::test_schedules_with_compiled_stages": ("slow",),
+    "split/test_compiled_models.py": ("slow",),
     "split/test_property.py::test_random_networks": ("slow",),
     "state/test_state_docs.py::test_the_example": ("slow",),
     "state/test_state_memory.py::test_a_graph_that_is_dropped_takes_its_hooks_and_values_with_it": ("slow",),
     "test_cli.py::test_help_imports_nothing_heavy": ("slow",),
     "test_readme.py::test_code_runs_as_pasted": ("slow",),
 }
+
+
+SEARCHING = (  # seconds of plain Python, which counting lines would double: coverage leaves them out, and dist and slow
+    "schedule/test_fuse.py",
+    "schedule/test_schedule_random.py",
+    "schedule/test_search.py",
+    "schedule/test_search_exact.py",
+)
 
 
 def marks(path: str, name: str) -> set[str]:

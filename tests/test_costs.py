@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from costs import COSTS, marks
+from costs import COSTS, SEARCHING, marks
 
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("key", [key for key in COSTS if not key.startswith("[")])
+@pytest.mark.parametrize("key", [*(key for key in COSTS if not key.startswith("[")), *SEARCHING])
 def test_every_key_is_a_test(key: str) -> None:
     file, _, name = key.partition("::")
     text = (HERE / file).read_text()
