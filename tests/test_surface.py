@@ -155,6 +155,7 @@ def test_names(room: str) -> None:
         ("import sternway.cli", "torch"),
         ("import sternway.split", "typer"),
         ("import sternway.saved", "rich"),
+        ("import sternway.demo", "sternway.pipeline"),
     ],
 )
 def test_importing_stays_light(statement: str, absent: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,13 +19,13 @@ from sternway.pipeline import Pipeline, partition
 
 
 def run(rank: int, port: int, options: DemoOptions, reports: Any) -> None:
-    """One process. Rank 0 puts ("progress", steps, text) and at last ("done", outcome) into ``reports``.
+    """One process, with its store at ``port``. Rank 0 puts ("progress", steps, text) and at last ("done", outcome) into ``reports``.
 
     A rank that fails puts ("error", text).
     """
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
     try:
         outcome = _run(rank, options, reports)
         if rank == 0:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.multiprocessing
+from torch.distributed import TCPStore
 
 from sternway.errors import PipelineError
 
@@ -61,11 +61,10 @@ def train(options: DemoOptions, progress: Callable[[int, str], None] = lambda st
 
     context: Any = torch.multiprocessing.get_context("spawn")
     reports = context.SimpleQueue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a free port, held from here on
     processes = [
-        context.Process(target=run, args=(rank, port, options, reports), daemon=True) for rank in range(options.ranks)
+        context.Process(target=run, args=(rank, store.port, options, reports), daemon=True)
+        for rank in range(options.ranks)
     ]
     for process in processes:
         process.start()
