@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not exported to mypy
 
 from sternway.demo._gpt import GPT
 from sternway.demo._text import batches, next_byte_loss, standard_library
@@ -19,12 +20,12 @@ from sternway.pipeline import Pipeline, partition
 
 
 def run(rank: int, port: int, options: DemoOptions, reports: Any) -> None:
-    """One process, with its store at ``port``. Rank 0 puts ("progress", steps, text) and at last ("done", outcome) into ``reports``.
+    """One process. Rank 0 puts ("progress", steps, text) and at last ("done", outcome) into ``reports``.
 
     A rank that fails puts ("error", text).
     """
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
     try:
         outcome = _run(rank, options, reports)

@@ -66,9 +66,6 @@ def capture(
         places: tensors, ``GradientEdge``s or nodes, as for ``on_grads``. Their ``.grad`` is not touched.
     """
     single = isinstance(places, Tensor | GradientEdge | Node)
-    HookError.unless(
-        single or isinstance(places, Iterable), "places must be tensors, edges or nodes", places, "pass a list of them"
-    )
     listed: list[Any] = [places] if single else list(places)  # type: ignore[arg-type]  # not single: iterable
     if not listed:
         raise HookError("a capture needs at least one place", got="none", fix="pass tensors, edges or nodes")
