@@ -119,6 +119,21 @@ SURFACE = {
     ],
     "sternway.dropin.pipelining_backward": ["stage_backward", "stage_backward_input", "stage_backward_weight"],
     "sternway.atlas": ["BrokenLink", "BuildReport", "FileProblem", "build", "check"],
+    "sternway.demo": [
+        "ChaosLog",
+        "ChaosOptions",
+        "DemoOptions",
+        "DemoOutcome",
+        "GPT",
+        "GPTBlock",
+        "SplitTimes",
+        "ThreeWays",
+        "batches",
+        "next_byte_loss",
+        "standard_library",
+        "train",
+        "train_with_kills",
+    ],
     "sternway.cli": ["app", "main"],
 }
 
@@ -140,6 +155,7 @@ def test_names(room: str) -> None:
         ("import sternway.cli", "torch"),
         ("import sternway.split", "typer"),
         ("import sternway.saved", "rich"),
+        ("import sternway.demo", "sternway.pipeline"),
     ],
 )
 def test_importing_stays_light(statement: str, absent: str) -> None:

@@ -23,7 +23,9 @@ from types import TracebackType
 from typing import Any
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
-NAMES, ADDRESSES, LINKS = ("sternway-a", "sternway-b"), ("10.77.0.1", "10.77.0.2"), ("swlink-a", "swlink-b")
+_OWN = os.getpid()  # names of one's own: two runs on one machine do not touch each other's
+NAMES, LINKS = (f"sternway-a-{_OWN}", f"sternway-b-{_OWN}"), (f"sw-a-{_OWN}", f"sw-b-{_OWN}")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29400
 SLOW = {
     "5 ms and losses": "netem delay 5ms 2ms loss 0.5%",
@@ -35,10 +37,10 @@ def possible() -> str:
     """Why two namespaces cannot be had here; empty if they can."""
     if shutil.which("ip") is None:
         return "there is no ip command (apt install iproute2)"
-    made = subprocess.run(["ip", "netns", "add", "sternway-try"], capture_output=True, text=True, check=False)
+    made = subprocess.run(["ip", "netns", "add", NAMES[0]], capture_output=True, text=True, check=False)
     if made.returncode:
         return f"ip netns add: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", "sternway-try"], check=False)
+    subprocess.run(["ip", "netns", "del", NAMES[0]], check=False)
     return ""
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from chaos.lives import LENGTH, MICROBATCHES, VOCABULARY, context, loss
 
-from sternway.cli._gpt import GPT
+from sternway.demo import GPT
 from sternway.pipeline import Pipeline
 
 

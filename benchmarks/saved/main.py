@@ -35,8 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import gpt
 
 from sternway import saved
-from sternway.cli._gpt import GPT
-from sternway.cli._text import batches, standard_library
+from sternway.demo import GPT, batches, standard_library
 from sternway.saved import Offload, Policy
 
 GB = 1e9

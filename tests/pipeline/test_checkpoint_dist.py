@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from gloo import on_ranks
-from sternway.cli._gpt import GPT
+from sternway.demo import GPT
 from sternway.errors import CheckpointError
 from sternway.pipeline import CheckpointWarning, Pipeline
 from sternway.pipeline import _checkpoint_tensors as tensors

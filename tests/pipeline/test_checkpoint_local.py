@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.nn import functional as F
 
 from sternway import pipeline
-from sternway.cli._gpt import GPT
+from sternway.demo import GPT
 from sternway.errors import CheckpointError
 from sternway.pipeline import CheckpointWarning, LocalTransport, Pipeline
 from sternway.pipeline import _checkpoint_files as files

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from compare import assert_same_grads
 from gloo import on_ranks
 from sternway import pipeline, schedule
-from sternway.cli._gpt import GPT
+from sternway.demo import GPT
 from sternway.errors import PipelineError
 from sternway.pipeline import Pipeline
 

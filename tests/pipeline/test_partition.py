@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from compare import assert_same_grads
 from sternway import pipeline, schedule
-from sternway.cli._gpt import GPT
+from sternway.demo import GPT
 from sternway.errors import PipelineError
 from sternway.pipeline import LocalTransport, Pipeline
 from sternway.pipeline._partition import balance, split_model

@@ -7,16 +7,18 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
-from torch import Tensor, nn
 
-from sternway.cli._gpt import GPT
 from sternway.errors import GraphError
-from sternway.graph import Graph, capture, record
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sternway.demo import GPT
+    from sternway.graph import Graph
 
 DEMO_REPORT = Path("sternway-graph.html")
 
@@ -45,6 +47,10 @@ def graph(
 
 
 def _demo() -> tuple[GPT, Tensor]:
+    import torch
+
+    from sternway.demo import GPT
+
     torch.manual_seed(0)
     return GPT(vocabulary=256, dim=128, heads=4, layers=4, length=64), torch.randint(0, 256, (2, 64))
 
@@ -90,6 +96,10 @@ def _failed(rule: str, error: Exception) -> GraphError:
 
 
 def _capture(function: Callable[[], Any], target: str) -> Graph:
+    from torch import Tensor, nn
+
+    from sternway.graph import capture, record
+
     try:
         with record():
             made = function()

@@ -143,7 +143,7 @@ def _amount(name: str, value: object) -> float:
 
 def _frozen(name: str, value: object) -> float | tuple[float, ...]:
     """Return one cost, or one for each stage, as frozen data."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         return _amount(name, value)
     if not value:
         raise ScheduleError(

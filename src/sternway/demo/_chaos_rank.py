@@ -1,4 +1,4 @@
-"""What each process of ``sternway demo --chaos`` does: train, save, and now and then be killed. Started by torchrun."""
+"""What each process of ``train_with_kills`` does: train, save checkpoints, kill itself when told to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,37 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sternway.cli._demo_rank import loss
-from sternway.cli._gpt import GPT
-from sternway.cli._text import batches, standard_library
+from sternway.demo._chaos import ChaosOptions
+from sternway.demo._gpt import GPT
+from sternway.demo._text import batches, next_byte_loss, standard_library
 from sternway.pipeline import Pipeline
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """One run. ``kills`` are the steps in which a rank dies, the first one in the first life, and so on."""
-
-    folder: str
-    steps: int
-    dim: int
-    layers: int
-    microbatches: int
-    save_every: int
-    kills: tuple[tuple[int, int], ...]  # step and rank
-    length: int = 32
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Options:
-        content = json.loads(text)
-        content["kills"] = tuple((step, rank) for step, rank in content["kills"])
-        return Options(**content)
-
-
-def train(options: Options) -> None:
-    """Train from the last checkpoint; the first rank leaves a line for everything that happens."""
+def train(options: ChaosOptions) -> None:
+    """Train from the last checkpoint; what happens is appended to ``notes.jsonl``."""
     life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -56,8 +32,8 @@ def train(options: Options) -> None:
         model,
         schedule="zb-h1",
         n_microbatches=options.microbatches,
-        loss_fn=loss,
-        heartbeat_timeout=5,
+        loss_fn=next_byte_loss,
+        heartbeat_timeout=30,
         reports=Path(options.folder) / "reports",
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), 1e-3)
@@ -77,7 +53,8 @@ def train(options: Options) -> None:
         _note(options, rank == 0, "step", step=step, loss=float(result.loss))
         if (step + 1) % options.save_every == 0:
             pipe.save(Path(options.folder) / "checkpoints", optimizer, step + 1, keep=2, wait=False)
-    digests = pipe.transport.crew().share(_digest(pipe))
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, _digest(pipe))
     _note(options, rank == 0, "done", weights=hashlib.sha256("".join(digests).encode()).hexdigest())
     pipe.close()
     dist.destroy_process_group()
@@ -94,7 +71,7 @@ def _digest(pipe: Pipeline) -> str:
     return digest.hexdigest()
 
 
-def _note(options: Options, wanted: bool, kind: str, **values: Any) -> None:
+def _note(options: ChaosOptions, wanted: bool, kind: str, **values: Any) -> None:
     if wanted:
         with open(Path(options.folder) / "notes.jsonl", "a", encoding="utf-8") as file:
             file.write(json.dumps({"kind": kind, "time": time.time(), **values}) + "\n")
@@ -102,4 +79,4 @@ def _note(options: Options, wanted: bool, kind: str, **values: Any) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    train(Options.from_json(sys.argv[1]))
+    train(ChaosOptions.from_json(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""One backward in three ways, timed and weighed: fused, torch's split, ours. For the demo and the benchmark."""
+"""One backward in three ways: fused, torch's split and ours; how long each takes, and how many bytes it holds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from sternway import split
+from sternway._torch.dispatch import each_operator
+from sternway._tree import leaves
 
 Weights = Callable[[], Any]  # W, to be called later
 Way = Callable[[Tensor, Tensor], Weights]  # I, given the stage's input and output
@@ -46,10 +46,11 @@ class ThreeWays:
         return lambda: None
 
     def _torch(self, x: Tensor, y: Tensor) -> Weights:
-        from torch.distributed.pipelining import _backward
+        from torch.distributed.pipelining import stage
 
-        _, groups = _backward.stage_backward_input([y], [self.grad], [x], self.model.parameters())
-        return lambda: _backward.stage_backward_weight(self.model.parameters(), groups)
+        theirs: Any = stage  # it imports both functions, and does not export them
+        _, groups = theirs.stage_backward_input([y], [self.grad], [x], self.model.parameters())
+        return lambda: theirs.stage_backward_weight(self.model.parameters(), groups)
 
     def _ours(self, x: Tensor, y: Tensor) -> Weights:
         _, pending = split.backward_input(y, self.grad, x)
@@ -68,8 +69,8 @@ class ThreeWays:
         pairs = zip(*results, strict=True)
         return max(float((mine - fused).norm() / fused.norm()) for fused, mine in pairs)
 
-    def time(self, rounds: int, progress: Callable[[], None] = lambda: None) -> dict[str, Times]:
-        """Each way ``rounds`` times, in turn, the cycle collector off while the clock runs."""
+    def time(self, rounds: int, progress: Callable[[], None] = lambda: None) -> dict[str, SplitTimes]:
+        """Run each way ``rounds`` times, in turn, with Python's garbage collector off."""
         seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in self.ways}
         for _ in range(3):
             for way in self.ways.values():
@@ -83,7 +84,7 @@ class ThreeWays:
                 progress()
         finally:
             gc.enable()
-        return {name: Times.of(pairs, seconds["fused"]) for name, pairs in seconds.items()}
+        return {name: SplitTimes.of(pairs, seconds["fused"]) for name, pairs in seconds.items()}
 
     def _once(self, way: Way) -> tuple[float, float]:
         x, y = self.forward()
@@ -119,7 +120,7 @@ class ThreeWays:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class SplitTimes:
     """Medians over the rounds, in milliseconds; ``ratio`` is (I + W) / fused, the median of the rounds' own ratios."""
 
     i: float
@@ -127,7 +128,7 @@ class Times:
     ratio: float
 
     @classmethod
-    def of(cls, pairs: list[tuple[float, float]], fused: list[tuple[float, float]]) -> Times:
+    def of(cls, pairs: list[tuple[float, float]], fused: list[tuple[float, float]]) -> SplitTimes:
         return cls(
             i=1e3 * statistics.median(i for i, _ in pairs),
             w=1e3 * statistics.median(w for _, w in pairs),
@@ -135,36 +136,31 @@ class Times:
         )
 
 
-class _Storages(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves the base untyped
-    """Counts the bytes of every storage made under it that is still alive: the CPU allocator does not."""
-
-    def __init__(self, before: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.alive: dict[int, int] = {}
-        self.before = {
-            tensor.untyped_storage().data_ptr() for tensor in before
-        }  # an operation may return a view of one
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                storage = leaf.untyped_storage()
-                if id(storage) not in self.alive and storage.data_ptr() not in self.before:
-                    self.alive[id(storage)] = storage.nbytes()
-                    weakref.finalize(storage, self.alive.pop, id(storage), None)
-        return out
-
-
 @contextmanager
 def _counting(device: torch.device, before: list[Tensor]) -> Iterator[Callable[[], int]]:
-    """A function that tells how many bytes are allocated now, beside the tensors that were there ``before``."""
+    """A function that tells how many bytes are allocated now, beside the tensors that were there ``before``.
+
+    On the CPU, where the allocator does not count, every storage that an operator returns is followed until it dies.
+    """
     if device.type == "cuda":
         start = _requested()
         yield lambda: _requested() - start
-    else:
-        with _Storages(before) as storages:
-            yield lambda: sum(storages.alive.values())
+        return
+    alive: dict[int, int] = {}
+    old = {tensor.untyped_storage().data_ptr() for tensor in before}  # an operator may return a view of one
+
+    def run(operator: Any, args: Any, kwargs: Any) -> Any:
+        result = operator(*args, **kwargs)
+        for leaf in leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                if id(storage) not in alive and storage.data_ptr() not in old:
+                    alive[id(storage)] = storage.nbytes()
+                    weakref.finalize(storage, alive.pop, id(storage), None)
+        return result
+
+    with each_operator(run):
+        yield lambda: sum(alive.values())
 
 
 def _requested() -> int:

@@ -1,4 +1,4 @@
-"""A small GPT in plain torch: what the demo splits, and the benchmarks and tests too."""
+"""A small GPT in plain torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Pre-norm attention and a four-times-wide MLP."""
 
     def __init__(self, dim: int, heads: int) -> None:
@@ -33,7 +33,7 @@ class GPT(nn.Module):
     def __init__(self, vocabulary: int, dim: int, heads: int, layers: int, length: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, dim), nn.Embedding(length, dim)
-        self.blocks = nn.Sequential(*(Block(dim, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(GPTBlock(dim, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -1,65 +1,32 @@
-"""What each process of the demo does: check, train, and be compared with torch's schedules."""
+"""What each process of the demo does: check the gradients, train, and time a step beside torch's schedules."""
 
 from __future__ import annotations
 
 import copy
-import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not exported to mypy
 
-from sternway.cli._gpt import GPT
-from sternway.cli._text import batches, standard_library
+from sternway.demo._gpt import GPT
+from sternway.demo._text import batches, next_byte_loss, standard_library
+from sternway.demo._train import DemoOptions, DemoOutcome
 from sternway.pipeline import Pipeline, partition
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The size of the demo."""
+def run(rank: int, port: int, options: DemoOptions, reports: Any) -> None:
+    """One process. Rank 0 puts ("progress", steps, text) and at last ("done", outcome) into ``reports``.
 
-    ranks: int = 2
-    schedule: str = "auto"
-    steps: int = 30
-    microbatches: int = 8
-    rows: int = 2  # in a microbatch
-    length: int = 64
-    dim: int = 256
-    layers: int = 8
-    compared_steps: int = 6
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What the first rank reports at the end."""
-
-    losses: list[float] = field(default_factory=list)
-    gradient_error: float = 0.0
-    one_process: float = 0.0
-    seconds: dict[str, float] = field(default_factory=dict)
-    peaks: dict[str, int] = field(default_factory=dict)
-    planned_bubble: float = 0.0
-    measured_bubble: float = 0.0
-    schedule_name: str = ""
-    planned: Any = None  # Timelines
-    measured: Any = None
-
-
-def loss(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
-def run(rank: int, port: int, options: Options, reports: Any) -> None:
-    """One process: ``reports`` gets ("step", …) while training and ("done", Outcome) at the end, from rank 0."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    A rank that fails puts ("error", text).
+    """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=options.ranks)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
     try:
         outcome = _run(rank, options, reports)
         if rank == 0:
@@ -72,7 +39,7 @@ def run(rank: int, port: int, options: Options, reports: Any) -> None:
         dist.destroy_process_group()
 
 
-def _run(rank: int, options: Options, reports: Any) -> Outcome:
+def _run(rank: int, options: DemoOptions, reports: Any) -> DemoOutcome:
     data = batches(standard_library(), options.rows * options.microbatches, options.length)
     torch.manual_seed(0)
     model = GPT(vocabulary=256, dim=options.dim, heads=4, layers=options.layers, length=options.length)
@@ -83,11 +50,11 @@ def _run(rank: int, options: Options, reports: Any) -> Outcome:
         copy.deepcopy(model),
         schedule=options.schedule,
         n_microbatches=options.microbatches,
-        loss_fn=loss,
+        loss_fn=next_byte_loss,
         sample=x[sample],
         sample_target=target[sample],
     )
-    outcome = Outcome(schedule_name=pipe.schedule.name)
+    outcome = DemoOutcome(schedule_name=pipe.schedule.name)
     outcome.gradient_error = _compare_gradients(pipe, alone, x, target)
     outcome.planned = pipe.schedule.simulate(pipe.costs)
     outcome.planned_bubble = outcome.planned.bubble_rate
@@ -103,7 +70,8 @@ def _run(rank: int, options: Options, reports: Any) -> Outcome:
         assert result.loss is not None
         outcome.losses.append(float(result.loss))
         if rank == 0:
-            reports.put(("step", step + 1, outcome.losses[-1], x.numel() / (time.perf_counter() - start)))
+            speed = x.numel() / (time.perf_counter() - start)
+            reports.put(("progress", step + 1, f"loss {outcome.losses[-1]:.3f}, {speed:,.0f} tokens/s"))
     _compare_speed(rank, options, pipe, model, alone, x, target, outcome, reports)
     outcome.measured_bubble = outcome.measured.bubble_rate
     return outcome
@@ -112,7 +80,7 @@ def _run(rank: int, options: Options, reports: Any) -> Outcome:
 def _compare_gradients(pipe: Pipeline, alone: GPT, x: Tensor, target: Tensor) -> float:
     """The largest relative difference between this pipeline's gradients and one process's, over all ranks."""
     pipe.step(x, target=target)
-    torch.autograd.backward(loss(alone(x), target))
+    torch.autograd.backward(next_byte_loss(alone(x), target))
     whole = dict(alone.named_parameters())
     worst = 0.0
     for name, parameter in pipe.named_parameters():
@@ -122,19 +90,20 @@ def _compare_gradients(pipe: Pipeline, alone: GPT, x: Tensor, target: Tensor) ->
         worst = max(worst, float((parameter.grad - expected).norm() / expected.norm()))
         parameter.grad = None
     alone.zero_grad()
-    rows = pipe.transport.gather([[worst]])
-    return max(row[0] for row in rows)
+    everywhere = torch.tensor(worst)
+    dist.all_reduce(everywhere, dist.ReduceOp.MAX)
+    return float(everywhere)
 
 
 def _compare_speed(
     rank: int,
-    options: Options,
+    options: DemoOptions,
     pipe: Pipeline,
     model: GPT,
     alone: GPT,
     x: Tensor,
     target: Tensor,
-    outcome: Outcome,
+    outcome: DemoOutcome,
     reports: Any,
 ) -> None:
     """One step in each way, again and again in turn, so that a slow moment of the machine touches all."""
@@ -142,7 +111,7 @@ def _compare_speed(
     def one_process() -> None:
         pieces = zip(x.chunk(options.microbatches), target.chunk(options.microbatches), strict=True)
         for part, goal in pieces:
-            torch.autograd.backward(loss(alone(part), goal) / options.microbatches)
+            torch.autograd.backward(next_byte_loss(alone(part), goal) / options.microbatches)
 
     def ours() -> None:
         outcome.measured = pipe.step(x, target=target).timeline
@@ -153,7 +122,7 @@ def _compare_speed(
     seconds: dict[str, list[float]] = {name: [] for name in ("one process", *ways)}
     for number in range(options.compared_steps + 1):
         if rank == 0:
-            reports.put(("phase", f"comparing with torch's schedules, round {number}"))
+            reports.put(("progress", options.steps, f"comparing with torch's schedules, round {number}"))
             seconds["one process"].append(_time(one_process))
         for name, way in ways.items():
             dist.barrier()
@@ -173,7 +142,7 @@ def _torch_schedules(ranks: int) -> dict[str, list[list[int]]]:
 
 
 def _torch_step(
-    rank: int, name: str, placement: list[list[int]], model: nn.Module, options: Options, x: Tensor, target: Tensor
+    rank: int, name: str, placement: list[list[int]], model: nn.Module, options: DemoOptions, x: Tensor, target: Tensor
 ) -> Callable[[], None]:
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules
@@ -182,7 +151,7 @@ def _torch_step(
     modules = partition(model, ranks=options.ranks, stages_per_rank=count // options.ranks)
     stages = [pipelining.PipelineStage(modules[i], i, count, torch.device("cpu")) for i in placement[rank]]
     kind = getattr(schedules, name)
-    schedule = kind(stages if len(placement[rank]) > 1 else stages[0], options.microbatches, loss_fn=loss)
+    schedule = kind(stages if len(placement[rank]) > 1 else stages[0], options.microbatches, loss_fn=next_byte_loss)
 
     def step() -> None:
         inputs = (x,) if 0 in placement[rank] else ()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def standard_library(limit: int = 2_000_000) -> Tensor:
@@ -22,9 +23,14 @@ def standard_library(limit: int = 2_000_000) -> Tensor:
 
 
 def batches(text: Tensor, rows: int, length: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless batches of ``rows`` pieces and, as their target, the same pieces one byte later."""
+    """Endless batches of ``rows`` random pieces of ``text`` and, as targets, the same pieces one byte later."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(text) - length - 1, (rows,), generator=generator)
         pieces = torch.stack([text[start : start + length + 1] for start in starts.tolist()])
         yield pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
+
+
+def next_byte_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy of the predicted next bytes."""
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
