@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from sternway.errors import ScheduleError
 from sternway.schedule import Costs, fuse, lower_bound, make, names, search
-from sternway.schedule._problem import place
+from sternway.schedule.search._problem import place
 
 APART = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 time = st.floats(0.1, 3.0)

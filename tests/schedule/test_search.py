@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 import sternway.schedule
 from sternway.errors import ScheduleError
 from sternway.schedule import Costs, lower_bound, make, names, search
-from sternway.schedule._clock import clock, peak_memory
-from sternway.schedule._improve import improve
-from sternway.schedule._list_schedule import Policy, list_schedule
+from sternway.schedule.search._clock import clock, peak_memory
+from sternway.schedule.search._improve import improve
+from sternway.schedule.search._list_schedule import Policy, list_schedule
 from sternway.schedule._named_words import named_words, to_words
-from sternway.schedule._pattern import patterns, repeat
-from sternway.schedule._problem import Problem, pose, resolve, to_schedule
+from sternway.schedule.search._pattern import patterns, repeat
+from sternway.schedule.search._problem import Problem, pose, resolve, to_schedule
 from sternway.schedule._refill import refill
 
 ROWS = json.loads((Path(__file__).parents[1] / "data" / "zero_bubble.json").read_text())["rows"]

@@ -7,11 +7,11 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from sternway.schedule import Costs, lower_bound, search
-from sternway.schedule._clock import clock, peak_memory
-from sternway.schedule._exact import branch_and_bound
-from sternway.schedule._list_schedule import Policy, list_schedule
-from sternway.schedule._lower_bound import bound
-from sternway.schedule._problem import place, pose
+from sternway.schedule.search._clock import clock, peak_memory
+from sternway.schedule.search._exact import branch_and_bound
+from sternway.schedule.search._list_schedule import Policy, list_schedule
+from sternway.schedule.search._lower_bound import bound
+from sternway.schedule.search._problem import place, pose
 
 
 def optimum(costs, *, ranks, microbatches, memory_limit, stages_per_rank=1):
