@@ -77,8 +77,8 @@ def test_one_rank_and_one_microbatch_have_nothing_to_gain():
 @pytest.mark.parametrize(
     ("costs", "numbers", "message"),
     [
-        (Costs(), {"memory_limit": 0.5}, "got memory_limit=0.5. Fix: the smallest limit that works is 1$"),
-        (Costs(), {"ranks": 0}, "ranks is a whole number, 1 or more; got ranks=0"),
+        (Costs(), {"memory_limit": 0.5}, "got memory_limit=0.5. Fix: pass 1 or more$"),
+        (Costs(), {"ranks": 0}, "ranks must be an int, 1 or more; got ranks=0"),
         (Costs(F=[1.0] * 5), {}, "one number for each of the 8 stages; got 5 for F"),
     ],
 )

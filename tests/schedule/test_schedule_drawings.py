@@ -46,7 +46,7 @@ def test_colours_are_optional_and_change_no_text():
 
 
 def test_a_drawing_needs_some_room():
-    with pytest.raises(ScheduleError, match="at least 20 characters wide; got 10"):
+    with pytest.raises(ScheduleError, match="width must be at least 20 characters; got 10"):
         schedule.make("1f1b", ranks=2, microbatches=2).draw(width=10)
 
 

@@ -14,12 +14,12 @@ from typing import NoReturn
 from sternway.errors import ScheduleError
 from sternway.schedule._action import OPS, Action, Op
 from sternway.schedule._costs import EPSILON, Costs
-from sternway.schedule._depends import KIND, needs, run_order, step_number
+from sternway.schedule._depends import KIND, needs, run, step_number
 from sternway.schedule._memory import memory_steps
 from sternway.schedule._schedule import Schedule
 
-Places = dict[Op, dict[int, int]]
-"""For each op, the step at which it runs on its rank, by stage * n_microbatches + microbatch."""
+Places = dict[Op, list[int]]
+"""For each op, the step at which it runs on its rank, by stage * n_microbatches + microbatch; -1 if nowhere."""
 
 _ONCE = "a backward must run once: whole as B, or split as I and W"
 
@@ -56,7 +56,9 @@ def check(schedule: Schedule, *, memory_limit: float | None = None, costs: Costs
         costs is None or isinstance(costs, Costs), "costs must be a Costs", costs, "pass schedule.Costs()"
     )
     _check_complete(schedule, _check_steps(schedule))
-    reached = run_order(schedule)[1]
+    reached = [0] * schedule.ranks
+    for rank, _, _ in run(schedule):
+        reached[rank] += 1
     if any(count < len(steps) for count, steps in zip(reached, schedule.actions, strict=True)):
         _raise_circle(schedule, reached)
     if memory_limit is not None:
@@ -68,50 +70,50 @@ def _check_steps(schedule: Schedule) -> Places:
     """Check that actions are placed and ordered, and that none runs twice; return where they are."""
     m, n = schedule.n_microbatches, schedule.num_stages
     holder = schedule.stage_ranks()
-    at: Places = {op: {} for op in OPS}
+    at: Places = {op: [-1] * (n * m) for op in OPS}
     # What an action waits for on its own stage: all that it waits for in a pipeline of one stage.
-    own = {op: [OPS[kind] for kind in needs(1)[KIND[op]]] for op in OPS}
+    own: dict[Op, Op] = {op: OPS[need] for op in OPS for need in needs(1)[KIND[op]]}
+    other: dict[Op, Op] = {"I": "B", "B": "I"}
     for rank, steps in enumerate(schedule.actions):
         for index, step in enumerate(steps):
             for action in step.actions:
                 stage, op, i = action.stage, action.op, action.microbatch
                 if stage >= n or i >= m or holder[stage] != rank:
                     _raise_misplaced(schedule, rank, index, action)
-                key = stage * m + i
-                if key in at[op]:
+                key, places = stage * m + i, at[op]
+                if places[key] >= 0:
                     raise ScheduleError(
                         "an action must run once",
-                        got=f"{action} again (rank {rank}, step {index}), after step {at[op][key]}",
+                        got=f"{action} again (rank {rank}, step {index}), after step {places[key]}",
                         fix="remove one of them",
                     )
-                at[op][key] = index
-                other: Op = "I" if op == "B" else "B"
-                if action.is_backward and key in at[other]:
+                places[key] = index
+                if op in other and at[other[op]][key] >= 0:
+                    beside = f"{stage}{other[op]}{i} (step {at[other[op]][key]})"
                     raise ScheduleError(
                         _ONCE,
-                        got=f"{action} (rank {rank}, step {index}) beside {stage}{other}{i} (step {at[other][key]})",
+                        got=f"{action} (rank {rank}, step {index}) beside {beside}",
                         fix=f"keep {stage}B{i}, or {stage}I{i} and {stage}W{i}",
                     )
                 # An overlapped pair runs both at once, so that its F is not before its B.
-                for need in own[op]:
-                    if at[need].get(key, index) == index:
-                        _raise_too_early(schedule, rank, index, action, need)
+                if op in own and at[own[op]][key] in (-1, index):
+                    _raise_too_early(schedule, rank, index, action, own[op])
     return at
 
 
 def _check_complete(schedule: Schedule, at: Places) -> None:
     """Check that every stage runs every microbatch's F, and B or both I and W."""
     m = schedule.n_microbatches
-    for key in range(schedule.num_stages * m):
-        stage, i = divmod(key, m)
-        if key not in at["F"]:
-            missing, known = Action(stage, "F", i), ""
-        elif key in at["B"] or (key in at["I"] and key in at["W"]):
+    for key, (f, b_input, w, b) in enumerate(zip(*(at[op] for op in OPS), strict=True)):
+        if f >= 0 and (b >= 0 or (b_input >= 0 and w >= 0)):
             continue
-        elif key in at["I"]:
-            missing, known = Action(stage, "W", i), f" after {stage}I{i} (step {at['I'][key]})"
+        stage, i = divmod(key, m)
+        if f < 0:
+            missing, known = Action(stage, "F", i), ""
+        elif b_input >= 0:
+            missing, known = Action(stage, "W", i), f" after {stage}I{i} (step {b_input})"
         else:
-            missing, known = Action(stage, "B", i), f", though it runs {stage}F{i} (step {at['F'][key]})"
+            missing, known = Action(stage, "B", i), f", though it runs {stage}F{i} (step {f})"
         rank = schedule.rank_of(stage)
         raise ScheduleError(
             "every stage must run every microbatch's F once, and once either B or both I and W",

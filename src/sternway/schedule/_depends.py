@@ -13,6 +13,7 @@ tables below. In them, the *steps* of a microbatch are numbered ``3 * stage + ki
 """
 
 from collections import deque
+from collections.abc import Iterator
 from functools import lru_cache
 
 from sternway.errors import ScheduleError
@@ -61,53 +62,48 @@ def feeds(num_stages: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, table))
 
 
-def run_order(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
-    """Run the schedule without times: one step of each rank in turn, as far as it goes.
+def run(schedule: Schedule) -> Iterator[tuple[int, list[int], list[int]]]:
+    """Run the schedule without times: one step of each rank in turn, until all are done or none can go on.
 
-    Returns:
-        (rank, step) in an order in which they can run, and how many steps each rank got through: fewer than it has,
-        if ranks wait for each other in a circle.
+    Yields:
+        For each step, in an order in which they can run: its rank, what it waits for, and what it computes, the latter
+        two as ``step * n_microbatches + microbatch``.
 
     Raises:
-        ScheduleError: an action of a stage or a microbatch that the schedule does not have.
+        ScheduleError: an action is of a stage or a microbatch that the schedule does not have.
     """
-    n, m = schedule.num_stages, schedule.n_microbatches
+    rows, n, m = schedule.actions, schedule.num_stages, schedule.n_microbatches
     sources = needs(n)
-    done = bytearray(3 * n * m)  # by step * m + microbatch
+    done = bytearray(3 * n * m)
     waiting: dict[int, int] = {}
-    order: list[tuple[int, int]] = []
-    reached = [0] * schedule.ranks
-    turns = deque(range(schedule.ranks))
+    reached = [0] * len(rows)
+    turns = deque(range(len(rows)))
     while turns:
         rank = turns.popleft()
-        if reached[rank] == len(schedule.actions[rank]):
+        if reached[rank] == len(rows[rank]):
             continue
-        actions = schedule.actions[rank][reached[rank]].actions
-        blocked, keys = -1, []
-        for action in actions:
-            i = action.microbatch
-            if action.stage >= n or i >= m:
+        inputs, outputs = [], []
+        for action in rows[rank][reached[rank]].actions:
+            stage, i = action.stage, action.microbatch
+            if stage >= n or i >= m:
                 raise ScheduleError(
                     f"every stage must be below {n} and every microbatch below {m}",
                     got=f"{action} (rank {rank}, step {reached[rank]})",
                     fix="call check(), which says what to change",
                 )
-            step = step_number(action)
-            keys.append(step * m + i)
+            step = 3 * stage + KIND[action.op]
+            outputs.append(step * m + i)
             for source in sources[step]:
-                if not done[source * m + i]:
-                    blocked = source * m + i
-                    break
-            if blocked >= 0:
+                inputs.append(source * m + i)
+        for key in inputs:
+            if not done[key]:
+                waiting[key] = rank
                 break
-        if blocked >= 0:
-            waiting[blocked] = rank
-            continue
-        order.append((rank, reached[rank]))
-        reached[rank] += 1
-        turns.append(rank)
-        for key in keys:
-            done[key] = 1
-            if key in waiting:
-                turns.append(waiting.pop(key))
-    return order, reached
+        else:
+            yield rank, inputs, outputs
+            reached[rank] += 1
+            turns.append(rank)
+            for key in outputs:
+                done[key] = 1
+                if key in waiting:
+                    turns.append(waiting.pop(key))

@@ -24,22 +24,23 @@ def memory_steps(schedule: "Schedule", rank: int, memory_after_i: float) -> Iter
     stages = max(1, len(schedule.placement[rank]))
     # Counts, so that thirds and the like do not drift: microbatches before their I, and between I and W.
     full = split = 0
+    level = 0.0
     for step in schedule.actions[rank]:
-        actions = step.actions
-        for action in actions:
+        during = level
+        for action in step.actions:  # of an overlapped pair, the forward comes first
             if action.op == "F":
                 full += 1
-        during = (full + split * memory_after_i) / stages
-        for action in actions:
-            if action.op == "W":
+                during = (full + split * memory_after_i) / stages
+            elif action.op == "W":
                 split -= 1
-            elif action.op != "F":
+            else:
                 full -= 1
                 split += action.op == "I"
-        yield during, (full + split * memory_after_i) / stages
+        level = (full + split * memory_after_i) / stages
+        yield during, level
 
 
 def peak(schedule: "Schedule", rank: int, memory_after_i: float) -> float:
     """Return the most that a rank keeps at any step."""
     # After a step, too: I can leave more than F kept.
-    return max((max(both) for both in memory_steps(schedule, rank, memory_after_i)), default=0.0)
+    return max(map(max, memory_steps(schedule, rank, memory_after_i)), default=0.0)

@@ -6,8 +6,9 @@ block. So any order in which the actions can run gives the same times, and one p
 """
 
 from sternway.errors import ScheduleError
+from sternway.schedule._action import Action
 from sternway.schedule._costs import Costs, StageCosts
-from sternway.schedule._depends import needs, run_order, step_number
+from sternway.schedule._depends import run
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._timeline import Bottleneck, Event, Timeline, timeline_of
 
@@ -33,45 +34,41 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:  # noqa: B
     )
     ScheduleError.unless(isinstance(costs, Costs), "costs must be a Costs", costs, "pass schedule.Costs(F=1, I=1, W=1)")
     per_stage = costs.per_stage(schedule.placement)
-    order, reached = run_order(schedule)
-    for rank, (steps, count) in enumerate(zip(schedule.actions, reached, strict=True)):
-        if count < len(steps):
+    events, causes = _run(schedule, per_stage)
+    for rank, (steps, timed) in enumerate(zip(schedule.actions, events, strict=True)):
+        if len(timed) < len(steps):
             raise ScheduleError(
                 "an action waits forever for its inputs",
-                got=f"{steps[count]} (rank {rank}, step {count})",
+                got=f"{steps[len(timed)]} (rank {rank}, step {len(timed)})",
                 fix="call check(), which says why",
             )
-    events, causes = _run(schedule, per_stage, order)
     path = _critical_path(events, causes)
     return timeline_of(schedule, costs, events, path, _bottlenecks(path, per_stage))
 
 
-def _run(
-    schedule: Schedule, costs: StageCosts, order: list[tuple[int, int]]
-) -> tuple[list[list[Event]], list[list[Event | None]]]:
+def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list[list[Event | None]]]:
     """Return each rank's events, and for each of them the event that it waited for last, if any."""
-    m, sources = schedule.n_microbatches, needs(schedule.num_stages)
-    comm, cost = costs.comm, costs.of
-    makers: dict[int, Event] = {}  # by step * m + microbatch
+    comm, times = costs.comm, {"F": costs.F, "I": costs.I, "W": costs.W, "B": costs.B}
+    nothing = Event(0, 0, Action(0, "F", 0), 0.0, 0.0)
+    makers = [nothing] * (3 * schedule.num_stages * schedule.n_microbatches)
     events: list[list[Event]] = [[] for _ in schedule.actions]
     causes: list[list[Event | None]] = [[] for _ in schedule.actions]
-    for rank, index in order:
-        mine, step = events[rank], schedule.actions[rank][index]
+    for rank, inputs, outputs in run(schedule):
+        mine = events[rank]
+        step = schedule.actions[rank][len(mine)]
         cause = mine[-1] if mine else None
-        start, length, keys = cause.end if cause else 0.0, 0.0, []
+        start, length = cause.end if cause else 0.0, 0.0
+        for key in inputs:
+            maker = makers[key]
+            arrival = maker.end if maker.rank == rank else maker.end + comm
+            if arrival > start:
+                start, cause = arrival, maker
         for action in step.actions:
-            number, i = step_number(action), action.microbatch
-            for source in sources[number]:
-                maker = makers[source * m + i]
-                arrival = maker.end if maker.rank == rank else maker.end + comm
-                if arrival > start:
-                    start, cause = arrival, maker
-            length += cost(action.op, action.stage)
-            keys.append(number * m + i)
-        event = Event(rank, index, step, start, start + length)
+            length += times[action.op][action.stage]
+        event = Event(rank, len(mine), step, start, start + length)
         mine.append(event)
         causes[rank].append(cause)
-        for key in keys:
+        for key in outputs:
             makers[key] = event
     return events, causes
 

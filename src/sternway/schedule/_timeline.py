@@ -72,7 +72,6 @@ class Timeline:
         idle: for each rank, the time that it waits between its first start and its last end.
         span: the longest time of any one rank from its first start to its last end.
         bubble_rate: the fraction of ``span`` in which the busiest rank is idle.
-        peaks: for each rank, its largest memory; ``peak_memory`` is the largest of them.
         critical_path: the events that determine the makespan, first to last: each starts when the one before it
             ends, or when its result arrives.
         bottlenecks: what the critical path consists of, the largest part first.
@@ -86,7 +85,6 @@ class Timeline:
     idle: tuple[float, ...]
     span: float
     bubble_rate: float
-    peaks: tuple[float, ...]
     critical_path: tuple[Event, ...]
     bottlenecks: tuple[Bottleneck, ...]
 
@@ -103,6 +101,11 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         return self.to_svg()
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """For each rank, its largest memory."""
+        return tuple(peak(self.schedule, rank, self.costs.memory_after_I) for rank in range(self.schedule.ranks))
 
     @property
     def peak_memory(self) -> float:
@@ -188,7 +191,6 @@ def timeline_of(
         idle=tuple(max(0.0, whole - used) for whole, used in zip(spans, busy, strict=True)),
         span=span,
         bubble_rate=max(0.0, (span - work) / span) if span > 0 else 0.0,  # rounding can make it a little negative
-        peaks=tuple(peak(schedule, rank, costs.memory_after_I) for rank in range(schedule.ranks)),
         critical_path=critical_path,
         bottlenecks=bottlenecks,
     )

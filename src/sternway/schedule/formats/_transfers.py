@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Overlap
 from sternway.schedule._check import check
-from sternway.schedule._depends import feeds, needs, run_order, step_number
+from sternway.schedule._depends import feeds, needs, run, step_number
 from sternway.schedule._schedule import Schedule
 
 TransferOp: TypeAlias = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
@@ -77,8 +77,9 @@ def with_transfers(schedule: Schedule) -> list[list[Instruction]]:
     holder = schedule.stage_ranks()
     check(schedule)
     ranks: list[list[Instruction]] = [[] for _ in schedule.actions]
-    for rank, index in run_order(schedule)[0]:
-        step = schedule.actions[rank][index]
+    steps = [iter(row) for row in schedule.actions]
+    for rank, _, _ in run(schedule):
+        step = next(steps[rank])
         ranks[rank].append(step)
         for action in step.actions:
             send = _send(action, schedule.num_stages)
