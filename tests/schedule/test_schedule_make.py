@@ -67,7 +67,9 @@ def test_placements():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ScheduleError, match=r"name is not known; got '2f2b'. Fix: use one of gpipe, 1f1b, .*dualpipe-v"):
+    with pytest.raises(
+        ScheduleError, match=r"name is not known; got '2f2b'. Fix: use one of gpipe, 1f1b, .*dualpipe-v"
+    ):
         schedule.make("2f2b", ranks=2, microbatches=2)
 
 
@@ -82,7 +84,9 @@ def test_numbers_are_whole_and_positive(value):
 
 
 def test_stages_per_rank_where_it_is_fixed():
-    with pytest.raises(ScheduleError, match=r"zb-v must have 2 stages per rank; got stages_per_rank=3.*interleaved-1f1b"):
+    with pytest.raises(
+        ScheduleError, match=r"zb-v must have 2 stages per rank; got stages_per_rank=3.*interleaved-1f1b"
+    ):
         schedule.make("zb-v", ranks=2, microbatches=4, stages_per_rank=3)
     assert schedule.make("zb-v", ranks=2, microbatches=4, stages_per_rank=2).num_stages == 4
 

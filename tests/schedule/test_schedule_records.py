@@ -22,7 +22,9 @@ def test_actions_print_parse_and_sort():
     "text", ["", "F0", "2F", "2X0", "1FOO", "2F0junk", " 2F0", "2f0", "0BW0", "02F0", "2F-1", "²F0"]
 )
 def test_only_actions_parse_as_actions(text):
-    with pytest.raises(ScheduleError, match=r"an action must be written as stage, op, microbatch; got .* Fix: write \[stage\]"):
+    with pytest.raises(
+        ScheduleError, match=r"an action must be written as stage, op, microbatch; got .* Fix: write \[stage\]"
+    ):
         Action.parse(text)
 
 

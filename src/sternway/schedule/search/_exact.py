@@ -14,7 +14,7 @@ now, being the next F of its rank, still fits wherever it is inserted. With seve
 that memory, and the tree does not have all plans.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from sternway.schedule._costs import EPSILON
 from sternway.schedule.search._clock import Score, Times, clock
@@ -46,33 +46,19 @@ def branch_and_bound(problem: Problem, words: Words, times: Times, *, goal: floa
     return Solved(tree.best, timed, timed.score.span <= goal or (straight and tree.nodes > 0))
 
 
-@dataclass(slots=True)
 class _Branching:
     """The plan so far, and the best complete one; ``visit`` undoes whatever it changes."""
 
-    problem: Problem
-    best: Words
-    score: Score
-    goal: float
-    nodes: int
-    arrivals: list[list[float]] = field(init=False)
-    done: list[int] = field(init=False)
-    free: list[float] = field(init=False)
-    held: list[float] = field(init=False)
-    heads: list[float] = field(init=False)
-    words: Words = field(init=False)
-    fronts: dict[tuple[int, ...], list[list[float]]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        problem = self.problem
-        self.arrivals = [[] for _ in problem.duration]
+    def __init__(self, problem: Problem, best: Words, score: Score, goal: float, nodes: int) -> None:
+        self.problem, self.best, self.score, self.goal, self.nodes = problem, best, score, goal, nodes
+        self.arrivals: list[list[float]] = [[] for _ in problem.duration]
         self.arrivals[0] = [0.0] * problem.microbatches
         self.done = [0] * len(problem.duration)
         self.heads = [problem.forward_lag(0, min(stages)) for stages in problem.placement]
         self.free = list(self.heads)
         self.held = [0.0] * problem.ranks
-        self.words = [[] for _ in range(problem.ranks)]
-        self.fronts = {}
+        self.words: Words = [[] for _ in range(problem.ranks)]
+        self.fronts: dict[tuple[int, ...], list[list[float]]] = {}
 
     def visit(self) -> None:
         """Try every branch below the plan so far that could still beat the best."""

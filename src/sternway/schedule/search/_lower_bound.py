@@ -1,31 +1,31 @@
-r"""A span that no schedule can beat, whatever it does: so that a plan can be called good, not only better.
+r"""A span that no schedule can beat.
 
-Why: a search that stops says nothing of what it missed. In every row of the zero-bubble paper (arXiv
-2401.10241, table 5) this bound equals the paper's searched schedule at a limit of p, so nobody need look
-further.
+Why: a search alone cannot say how much better another schedule might be. In every row of the zero-bubble paper (arXiv
+2401.10241, table 5) this bound equals the span of the paper's searched schedule at a limit of p, so that schedule is
+optimal.
 
-Look at one rank, from its first start to its last end. Its first action is F of its lowest stage a, its first
-backward one is I of its highest stage b, its last F is one of b, and its last I is one of a:
+Consider one rank, from its first start to its last end. Its first action is F of its lowest stage a, its first backward
+is I of its highest stage b, its last F is one of b, and its last I is one of a:
 
     first F of a        first I of b                  last F of b       last I of a
     |F F F . . . . . . .|I W F I W F I W F I W F I ... F|. I W I W . . . |I W W|
      `--- [1] start ---'                                `-- [2] drain ---'
 
-[1] Between the first F's end and the first I, a microbatch goes up to the loss and back down: that takes at
-    least ``turnaround(a, b)``. Only F can run before the first I, and only as many as fit in memory. The
-    rest is idle.
-[2] Between the last F's end and the last I, likewise, at least ``turnaround(b, a)``. Only I and W of what
-    the rank holds can run, and what it holds is within the limit. The rest is idle. If the rank does not
-    have the memory for all its F at once, its last F is behind its first I: the two windows are apart, and
-    their idle times add up. Otherwise the larger one counts.
-[3] Before the last F starts, W must have freed what is not free: with N forwards in all, at least
-    N - 1 - (limit - 1 forward) / (what I leaves) of them, none of which is in [1] or [2].
-[4] A stage's n + 1st F, where n fit in memory, waits for the end of its first I, a turnaround later: rounds.
-[5] Each forward is held from its F's start to its I's end, and what I leaves as long as W takes. Held
-    amount times time, summed, is at most the limit times the span, less what cannot be held yet at the
-    start nor still at the end.
-[6] No rank is alone. Whatever rank r needs from its first F to its last I, a rank q that holds a stage
-    below needs it too, and the way up to r and back down to q, and one more W.
+[1] Between the end of the first F and the first I, a microbatch goes up to the loss and back down. That takes at least
+    ``turnaround(a, b)``. Only F can run before the first I, and only as many as fit in memory. The rest is idle.
+[2] Between the end of the last F and the last I, it takes at least ``turnaround(b, a)``. Only I and W of what the rank
+    holds can run, and what it holds is within the limit. The rest is idle. If the rank does not have the memory for all
+    its F at once, its last F comes after its first I: the two windows do not overlap, and their idle times add up.
+    Otherwise the larger one counts.
+[3] Before the last F starts, W must have freed enough memory: with N forwards in all, at least
+    N - 1 - (limit - 1 forward) / (what I leaves) of them have run, none of them in [1] or [2].
+[4] If n forwards of a stage fit in memory, the F after them waits for the end of the first I, a turnaround later. So
+    they run in rounds.
+[5] Each forward is held from the start of its F to the end of its I, and what I leaves for as long as W takes. Memory
+    times time, summed, is at most the limit times the span, minus what cannot be held yet at the start or any more at
+    the end.
+[6] Ranks depend on each other. If rank r needs a time from its first F to its last I, a rank q with a lower stage
+    needs that time too, plus the way up to r and back down to q, plus one more W.
 """
 
 import math
@@ -36,28 +36,28 @@ from sternway.schedule.search._problem import Problem, pose
 
 
 def lower_bound(costs: Costs, *, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1) -> float:
-    """Return a time that the longest busy span of a rank cannot be below, for any schedule within the limit.
+    """Return a time that ``Timeline.span`` cannot be below, for any schedule within the memory limit.
 
     Example:
         >>> from sternway.schedule import Costs
         >>> lower_bound(Costs(), ranks=4, microbatches=8, memory_limit=4)     # 24 of work, 3 of F + I - W
         27.0
 
-    The proof is at the top of this module; each step of it is marked where it is computed. All schedules are
-    meant that place stages as ``search`` does and split the backward or not.
+    The proof is at the top of this module; each step of it is marked where it is computed. It holds for all schedules
+    that place stages as ``search`` does, with whole or split backwards.
 
     Args:
         costs: times and memory; see ``Costs``.
         ranks: the number of ranks.
         microbatches: the number of microbatches in a step.
         memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
-        stages_per_rank: 1 for a straight placement, 2 for a V, more for loops.
+        stages_per_rank: as in ``search``.
 
     Returns:
         The bound, in the unit of the costs.
 
     Raises:
-        ScheduleError: as ``search`` does, where there is no schedule at all.
+        ScheduleError: as in ``search``.
     """
     return bound(
         pose(
@@ -72,7 +72,7 @@ def lower_bound(costs: Costs, *, ranks: int, microbatches: int, memory_limit: fl
 
 
 def bound(problem: Problem) -> float:
-    """Return the bound of a posed problem."""
+    """Return the bound of a problem."""
     views = [_RankView.of(problem, rank) for rank in range(problem.ranks)]
     best = max(view.span() for view in views)
     for upper in views:
@@ -86,7 +86,7 @@ def bound(problem: Problem) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _RankView:
-    """One rank, as the proof sees it: its outer stages, extreme times, and how many forwards it can hold."""
+    """What the proof uses of one rank: its outer stages, extreme times, and how many forwards it can hold."""
 
     problem: Problem
     rank: int
@@ -114,12 +114,12 @@ class _RankView:
         )
 
     def span(self) -> float:
-        """Return what the rank needs from its first start to its last end."""
+        """Return the time that the rank needs from its first start to its last end."""
         work = self.problem.microbatches * self.problem.work(self.rank)
         return max(work + self.idle(weights=True), self.holding(work))
 
     def inner(self) -> float:
-        """Return what the rank needs from its first F to the end of its last I."""
+        """Return the time that the rank needs from its first F to the end of its last I."""
         problem = self.problem
         work = problem.microbatches * problem.work(self.rank, (0, 1))
         return max(work + self.idle(weights=False) + self.forced() * self.least[2], self.rounds())
@@ -158,15 +158,15 @@ class _RankView:
         whole = forward + problem.turnaround(self.low, self.low) + backward
         room = min(self.room, problem.microbatches)
         rounds = -(-problem.microbatches // room) - 1
-        # If the memory left over does not even hold what one I leaves, the next F waits for that I's W as
-        # well, or for another I.
+        # If the remaining memory cannot even hold what one I leaves, the next F waits for the W of that I too, or for
+        # another I.
         left = _count(problem.limit - room * problem.keeps, problem.leaves)
         extra = min(self.least[1], weight) if left == 0 else 0.0
         rest = problem.microbatches - rounds * room
         return rounds * (whole + extra) + (rest - 1) * forward + whole
 
     def holding(self, work: float) -> float:
-        """Return the span of [5]; ``work`` is a span that is already proven."""
+        """Return the span of [5]; ``work`` is a lower bound that is already proven."""
         problem = self.problem
         held = problem.holding(self.rank)
         unit = max(problem.keeps, problem.leaves)
@@ -179,13 +179,13 @@ class _RankView:
 
 
 def _count(amount: float, unit: float) -> int:
-    """Return how many units fit into an amount; very many if a unit is nothing."""
+    """Return how many units fit into an amount; a very large number if the unit is 0."""
     if amount >= unit * 1e9:
         return 10**9
     return int(amount / unit + EPSILON) if unit > 0 else 10**9
 
 
 def _missing(limit: float, unit: float) -> float:
-    """Return what a ramp of one unit each time stays below the limit, summed until it reaches it."""
+    """Return how far a ramp of one unit per step is below the limit, summed until it reaches it."""
     steps = _count(limit, unit)
     return steps * limit - unit * steps * (steps + 1) / 2

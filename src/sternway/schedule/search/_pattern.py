@@ -1,13 +1,12 @@
-"""Plans made of one microbatch's pattern, repeated every so often: what is best when memory is short.
+"""Plans that repeat the pattern of one microbatch at a fixed period: often the best when memory is short.
 
-Why: a rank's memory is how long a microbatch lives on it, divided by how often one comes. A list schedule
-looks only at what is ready now, and with little memory its ranks get out of step; a pattern keeps them in
-step for good. The paper, "Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362), repeats
-hand-made patterns for equal times. Here they are made for the given times and limit: as in modulo
-scheduling, every step of one microbatch is put at the first moment at which its rank is free *in every
-period*, and the period is the shortest that memory allows.
+Why: the memory of a rank is how long a microbatch lives on it, divided by how often one comes. A list schedule only
+looks at what is ready now, and with little memory its ranks get out of step; a pattern keeps them in step. The paper
+"Pipeline Parallelism with Controllable Memory" (arXiv 2405.15362) repeats hand-made patterns for equal times. Here
+they are made for the given times and limit, as in modulo scheduling: every step of one microbatch is put at the first
+time at which its rank is free *in every period*, and the period is the shortest that memory allows.
 
-    one microbatch   rank 0   F . . . . . I W        period 4: a rank's day is a circle of 4
+    one microbatch   rank 0   F . . . . . I W        period 4: the times of a rank are a circle of 4
                      rank 1     F . . . I . W        rank 0 has F at 0, I at 6, which is 2, W at 7, which is 3
                      rank 2       F . I W
     repeated         rank 0   F . . . F . I W F . I W F . I W . . I W
@@ -34,7 +33,7 @@ class Pattern:
 
 
 def patterns(problem: Problem, most: int) -> list[Pattern]:
-    """Return up to ``most`` patterns that keep to the limit, the fastest first, at most two of a period."""
+    """Return up to ``most`` patterns within the memory limit, the shortest period first, at most two of each period."""
     found = {pattern for stretch in _stretches(problem) for pattern in _fastest(problem, stretch)}
     chosen: list[Pattern] = []
     for pattern in sorted(found, key=lambda pattern: (pattern.period, pattern.starts)):
@@ -44,7 +43,7 @@ def patterns(problem: Problem, most: int) -> list[Pattern]:
 
 
 def repeat(problem: Problem, pattern: Pattern) -> Words:
-    """Return the words of all microbatches: every rank's steps in the order of their times."""
+    """Return the plan for all microbatches: every rank's steps in the order of their times."""
     words = []
     for stages in problem.placement:
         steps = [step for stage in stages for step in range(3 * stage, 3 * stage + 3)]
@@ -59,14 +58,14 @@ def repeat(problem: Problem, pattern: Pattern) -> Words:
 
 
 def _stretches(problem: Problem) -> Iterator[tuple[float, float]]:
-    """Yield how long to wait at every stage, up and down, in parts of a step: slack that dodges clashes."""
+    """Yield how long F and I wait at every stage, in fractions of a step: slack that avoids clashes."""
     if problem.num_stages > 24:
         return iter([(0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (0.25, 0.25)])
     return iter([(up, down) for up in _STRETCHES for down in _STRETCHES])
 
 
 def _fastest(problem: Problem, stretch: tuple[float, float]) -> Iterator[Pattern]:
-    """Yield the pattern with the shortest period at which it fits both the ranks and the limit."""
+    """Yield the pattern with the shortest period at which it fits both the ranks and the memory limit, if any."""
     period = max(max(problem.work(rank), problem.holding(rank) / problem.limit) for rank in range(problem.ranks))
     for _ in range(_PERIODS if period > 0 else 0):
         starts = _lay_out(problem, period, stretch)
@@ -109,14 +108,14 @@ def _lay_out(problem: Problem, period: float, stretch: tuple[float, float]) -> l
 
 @dataclass(slots=True)
 class _Circle:
-    """A rank's period as a circle: the arcs that are taken, and the lengths still to fit, longest first."""
+    """The period of a rank as a circle: the arcs in use, and the lengths still to place, longest first."""
 
     period: float
     arcs: list[tuple[float, float]]
     rest: list[float]
 
     def put(self, earliest: float, length: float) -> float | None:
-        """Take an arc at the first time, at or after ``earliest``, that leaves room for all the rest."""
+        """Use an arc at the first time, not before ``earliest``, that leaves room for all the rest."""
         self.rest.remove(length)
         for start in self.candidates(earliest, length):
             if self.fits(start, length):
@@ -127,7 +126,7 @@ class _Circle:
         return None
 
     def candidates(self, earliest: float, length: float) -> list[float]:
-        """Return the times worth trying: at once, or flush with an arc that is taken."""
+        """Return the times to try: ``earliest``, and next to each arc in use."""
         times = [earliest]
         for start, taken in self.arcs:
             for flush in (start + taken, start - length):
@@ -136,7 +135,7 @@ class _Circle:
         return sorted(times)
 
     def fits(self, start: float, length: float) -> bool:
-        """Return whether an arc touches none that is taken."""
+        """Return whether an arc overlaps none that is in use."""
         slack = EPSILON * self.period
         for other, taken in self.arcs:
             behind = (start - other) % self.period
@@ -147,7 +146,7 @@ class _Circle:
         return True
 
     def packs(self) -> bool:
-        """Return whether the rest still fits, each length into the smallest gap that has room for it."""
+        """Return whether the rest still fits, with each length in the smallest gap that has room for it."""
         arcs = sorted(self.arcs)
         ends = [start for start, _ in arcs[1:]] + [arcs[0][0] + self.period]
         gaps = sorted(end - start - length for end, (start, length) in zip(ends, arcs, strict=True))
@@ -163,7 +162,7 @@ class _Circle:
 
 
 def _peak(problem: Problem, period: float, starts: list[float]) -> float:
-    """Return the most that a rank holds once the pattern repeats: right after one of its F has started."""
+    """Return the most that a rank holds once the pattern repeats; that is right after one of its F has started."""
     peak = 0.0
     for stages in problem.placement:
         for at in stages:
