@@ -73,11 +73,9 @@ class Schedule:
             )
 
     def __repr__(self) -> str:
-        steps = sum(map(len, self.actions))
-        return (
-            f"<Schedule {self.name!r}: {self.ranks} ranks, {self.n_microbatches} microbatches, "
-            f"{self.num_stages} stages, {steps} steps>"
-        )
+        from sternway.schedule.formats import describe_size
+
+        return f"<Schedule {describe_size(self)}>"
 
     def __str__(self) -> str:
         from sternway.schedule.formats import describe_schedule

@@ -90,7 +90,7 @@ class Timeline:
 
     def __repr__(self) -> str:
         return (
-            f"<Timeline of {self.schedule.name!r}: makespan {self.makespan:.6g}, "
+            f"<Timeline of {self.schedule.name}: makespan {self.makespan:.6g}, "
             f"bubble rate {self.bubble_rate:.1%}, peak memory {self.peak_memory:.4g}>"
         )
 

@@ -166,7 +166,7 @@ def _memory_legend(ranks: int, y: float) -> Iterator[str]:
         yield f'<path d="M{x} {y - 4}h20" stroke="{_LINES[rank]}" stroke-width="1.8"{dash}/>'
         yield f'<text x="{x + 24}" y="{y}">rank {rank}</text>'
     if ranks > len(_LINES):
-        yield f'<text x="{_LEFT + 72 * len(_LINES)}" y="{y}">and on, in the same order</text>'
+        yield f'<text x="{_LEFT + 72 * len(_LINES)}" y="{y}">and so on</text>'
 
 
 def _kind(event: Event) -> str:

@@ -29,7 +29,7 @@ def describe_schedule(schedule: Schedule) -> str:
         rank 1: 1F0 1I0 1F1 1I1 1W0 1W1
     """
     rows = (f"rank {rank}: {' '.join(map(str, steps))}" for rank, steps in enumerate(schedule.actions))
-    return "\n".join([_size(schedule), *_first(rows, schedule.ranks)])
+    return "\n".join([describe_size(schedule), *_first(rows, schedule.ranks)])
 
 
 def describe_timeline(timeline: Timeline) -> str:
@@ -43,16 +43,20 @@ def describe_timeline(timeline: Timeline) -> str:
         f"rank {rank}: busy {busy:.6g}, idle {idle:.6g}, peak memory {peak:.4g}"
         for rank, (busy, idle, peak) in enumerate(zip(t.busy, t.idle, t.peaks, strict=True))
     )
-    lines = [_size(t.schedule), numbers, *_first(rows, t.schedule.ranks)]
+    lines = [describe_size(t.schedule), numbers, *_first(rows, t.schedule.ranks)]
     if t.bottlenecks:
         lines.append("critical path: " + ", ".join(f"{b.what} {b.share:.0%}" for b in t.bottlenecks[:3]))
     return "\n".join(lines)
 
 
-def _size(schedule: Schedule) -> str:
-    """Return the first line of what ``print`` shows: the name and the numbers."""
-    counts = ((schedule.ranks, "rank"), (schedule.n_microbatches, "microbatch"), (schedule.num_stages, "stage"))
-    words = [f"{n} {word}" if n == 1 else f"{n} {word}{'es' if word[-1] == 'h' else 's'}" for n, word in counts]
+def describe_size(schedule: Schedule) -> str:
+    """Return the name and the numbers, the first line of what ``print`` shows."""
+    counts = (
+        (schedule.ranks, "rank", "ranks"),
+        (schedule.n_microbatches, "microbatch", "microbatches"),
+        (schedule.num_stages, "stage", "stages"),
+    )
+    words = (f"{count} {one if count == 1 else several}" for count, one, several in counts)
     return f"{schedule.name}: {', '.join(words)}"
 
 

@@ -76,7 +76,7 @@ class Comparison:
     unmade: tuple[tuple[str, str], ...]
 
     def __repr__(self) -> str:
-        return f"<Comparison of {len(self.rows)} schedules: {self._title()}; best {self.best.name!r}>"
+        return f"<Comparison of {len(self.rows)} schedules: {self._title()}; best {self.best.name}>"
 
     def __str__(self) -> str:
         return f"{self._title()}\n{self.table()}"
