@@ -1,6 +1,6 @@
 """How long each action takes and how much memory it keeps.
 
-A cost is for ONE microbatch through ONE rank's whole share of the model, so that schedules with one stage a rank and
+A cost is for ONE microbatch through ONE rank's whole share of the model, so that schedules with one stage per rank and
 with several compare on the same work: each of a rank's v stages costs 1/v. For unequal stages, pass one number for each
 stage; those are used unchanged.
 
@@ -19,7 +19,7 @@ from sternway.errors import ScheduleError
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 
 EPSILON = 1e-9
-"""Two times, or two amounts of memory, that differ by less than this fraction count as equal: it is rounding."""
+"""Amounts of memory, and times as fractions of a rank's work, count as equal if they differ by no more: rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,8 @@ class StageCosts:
 
     def of(self, op: str, stage: int) -> float:
         """Return the time that ``op`` of ``stage`` takes."""
-        if op == "F":
-            return self.F[stage]
-        if op == "I":
-            return self.I[stage]
-        return self.W[stage] if op == "W" else self.B[stage]
+        times: tuple[float, ...] = getattr(self, op)
+        return times[stage]
 
     def joined(self) -> "StageCosts":
         """Return costs in which I and W together take no longer than B."""

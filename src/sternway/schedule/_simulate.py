@@ -6,7 +6,7 @@ block. So any order in which the actions can run gives the same times, and one p
 """
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action
+from sternway.schedule._action import OPS, Action
 from sternway.schedule._costs import Costs, StageCosts
 from sternway.schedule._depends import run
 from sternway.schedule._schedule import Schedule
@@ -48,7 +48,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:  # noqa: B
 
 def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list[list[Event | None]]]:
     """Return each rank's events, and for each of them the event that it waited for last, if any."""
-    comm, times = costs.comm, {"F": costs.F, "I": costs.I, "W": costs.W, "B": costs.B}
+    comm, times = costs.comm, {op: getattr(costs, op) for op in OPS}
     nothing = Event(0, 0, Action(0, "F", 0), 0.0, 0.0)
     makers = [nothing] * (3 * schedule.num_stages * schedule.n_microbatches)
     events: list[list[Event]] = [[] for _ in schedule.actions]

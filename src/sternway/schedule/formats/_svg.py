@@ -34,7 +34,7 @@ _BOX_WIDTH = 24  # of an action of median length
 _WIDEST = 6000
 
 
-class _Layout:
+class _Axes:
     """Coordinates: times to x, ranks to y, memory to y."""
 
     def __init__(self, timeline: Timeline) -> None:
@@ -66,7 +66,7 @@ def to_svg(timeline: Timeline) -> str:
         >>> svg.startswith("<svg") and svg.endswith("</svg>\\n")
         True
     """
-    page = _Layout(timeline)
+    page = _Axes(timeline)
     width, height = f"{page.width:.0f}", f"{page.height:.0f}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
@@ -102,7 +102,7 @@ def _heading(timeline: Timeline) -> Iterator[str]:
         yield f'<text x="{x:.0f}" y="46" fill="#444">lighter: the rank\'s later stages</text>'
 
 
-def _ranks(timeline: Timeline, page: _Layout) -> Iterator[str]:
+def _ranks(timeline: Timeline, page: _Axes) -> Iterator[str]:
     """One row for each rank, one box for each action."""
     for rank, events in enumerate(timeline.events):
         top = _TOP + rank * _ROW
@@ -113,7 +113,7 @@ def _ranks(timeline: Timeline, page: _Layout) -> Iterator[str]:
             yield _box(timeline, page, event, top)
 
 
-def _box(timeline: Timeline, page: _Layout, event: Event, top: float) -> str:
+def _box(timeline: Timeline, page: _Axes, event: Event, top: float) -> str:
     """One action: a box with a tooltip, and its microbatch's number where it fits."""
     x, width = page.x(event.start), (event.end - event.start) * page.scale
     first = event.action.actions[0]
@@ -131,7 +131,7 @@ def _box(timeline: Timeline, page: _Layout, event: Event, top: float) -> str:
     return box + "</g>"
 
 
-def _time_axis(timeline: Timeline, page: _Layout) -> Iterator[str]:
+def _time_axis(timeline: Timeline, page: _Axes) -> Iterator[str]:
     yield f'<path d="M{_LEFT} {page.axis}H{page.x(page.span):.1f}" stroke="#444" fill="none"/>'
     for tick in _ticks(page.span, page.span * page.scale / 60):
         x = page.x(tick)
@@ -140,7 +140,7 @@ def _time_axis(timeline: Timeline, page: _Layout) -> Iterator[str]:
     yield f'<text x="{_LEFT - 8}" y="{page.axis + 18}" text-anchor="end" fill="#444">time</text>'
 
 
-def _memory(timeline: Timeline, page: _Layout) -> Iterator[str]:
+def _memory(timeline: Timeline, page: _Axes) -> Iterator[str]:
     """What each rank keeps over time, in steps, on one scale."""
     top, bottom = page.memory_top, page.memory_bottom
     for tick in _ticks(page.most, 4):

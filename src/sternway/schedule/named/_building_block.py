@@ -17,7 +17,7 @@ The block alone is right in the steady state and leaves gaps at both ends. So th
     1. repeat the block, and put each W into the first free slot after its I
     2. move every action to the earliest free slot after what it waits for, if memory allows
     3. once the first rank has run its last F, F and I matter more than W: move those to earlier slots again
-       as if there were no W, if memory still allows, and put the W into what is left
+       as if there were no W, if memory still allows, and put the W into the slots that stay free
 """
 
 from bisect import insort

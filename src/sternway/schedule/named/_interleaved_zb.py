@@ -1,6 +1,6 @@
 """Interleaved zero-bubble: the stages of interleaved 1F1B, with W held back as in ZB-H1.
 
-Several stages per rank shorten the wait at both ends of the step, and W fills most of what is left of it at the end.
+Several stages per rank shorten the wait at both ends of the step, and W fills most of the rest at the end.
 
 Papers: Qi et al., arXiv 2401.10241; Narayanan et al., arXiv 2104.04473. torch.distributed.pipelining has
 it as InterleavedZeroBubble; rounds are those of ``_orders``, so that any number of microbatches works.
