@@ -1,9 +1,12 @@
-"""The stack of saved-tensor hooks, and what checkpoints keep."""
+"""Saved-tensor hooks, checkpoints, and what else comes between autograd and what it saves: modes, module calls."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +67,56 @@ def checkpoint_inputs(hook: Any) -> CheckpointInputs | None:
     return CheckpointInputs(id(frame), [entry.data if isinstance(entry, saved) else entry for entry in kept])
 
 
+Operation = Callable[[Any, Any, dict[str, Any]], Any]
+"""Called with an operator, its arguments and its keyword arguments; its result is the operator's."""
+
+
+@cache
+def _mode_type() -> type[Any]:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Interception(TorchDispatchMode):
+        def __init__(self, operation: Operation, entered: Callable[[], None] | None) -> None:
+            super().__init__()
+            self._operation, self._entered = operation, entered
+
+        def __enter__(self) -> Any:
+            if self._entered is not None:
+                self._entered()
+            return super().__enter__()
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self._operation(function, args, kwargs or {})
+
+    return Interception
+
+
+def intercept(operation: Operation, entered: Callable[[], None] | None = None) -> AbstractContextManager[Any]:
+    """A dispatch mode: in its block ``operation`` is called in place of every operator."""
+    mode: AbstractContextManager[Any] = _mode_type()(operation, entered)
+    return mode
+
+
+def is_operator(value: Any) -> bool:
+    """Whether a value is an operator with its overload, such as ``torch.ops.aten.mm.default``."""
+    return isinstance(value, torch._ops.OpOverload)
+
+
+@cache
+def written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an operator writes to: position and name."""
+    return tuple(
+        (position, argument.name)
+        for position, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def module_call_code() -> CodeType:
+    """The code of the frame that every call of an ``nn.Module`` has; its local ``self`` is the module."""
+    return torch.nn.Module._wrapped_call_impl.__code__
+
+
 @probe(
     "torch._C._autograd._push_saved_tensors_default_hooks, _pop_saved_tensors_default_hooks",
     expected="pass what autograd saves through a pair of hooks",
@@ -122,3 +175,44 @@ def _checkpoints() -> bool:
     kept = [value for value in inputs.values if isinstance(value, Tensor)] if inputs is not None else []
     holds = isinstance(raw.data, checkpoint_holder()) and isinstance(raw.data.handles, dict)
     return holds and len(kept) == 1 and kept[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+@probe(
+    "torch.utils._python_dispatch.TorchDispatchMode, OpOverload._schema",
+    expected="show every operator before it runs, and say what it writes to",
+    features=("saved",),
+)
+def _dispatch() -> bool:
+    seen: list[tuple[bool, tuple[tuple[int, str], ...]]] = []
+
+    def look(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        seen.append((is_operator(operator), written_arguments(operator)))
+        return operator(*args, **kwargs)
+
+    tensor, out = torch.ones(2), torch.empty(2)
+    with intercept(look):
+        tensor.add_(1)
+        torch.exp(tensor, out=out)
+        tensor.exp()
+    return seen == [(True, ((0, "self"),)), (True, ((1, "out"),)), (True, ())] and tensor.tolist() == [2.0, 2.0]
+
+
+@probe(
+    "torch.nn.Module._wrapped_call_impl",
+    expected="is the frame of every call of a module, with the module as `self`",
+    features=("saved",),
+)
+def _module_frames() -> bool:
+    found: list[Any] = []
+
+    class Looks(torch.nn.Module):
+        def forward(self) -> None:
+            frame = inspect.currentframe()
+            while frame is not None:
+                if frame.f_code is module_call_code():
+                    found.append(frame.f_locals["self"])
+                frame = frame.f_back
+
+    module = Looks()
+    module()
+    return len(found) == 1 and found[0] is module
