@@ -104,7 +104,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "on_grads places": lambda v: hooks.on_grads(v, lambda grads: None),
     "on_grads fn": lambda v: hooks.on_grads([leaf()], v),
     "on_grads mode": lambda v: hooks.on_grads([leaf()], lambda grads: None, mode=v),
-    "hooks.capture": hooks.capture,
+    "hooks.collect": hooks.collect,
     "graph.capture": graph.capture,
     "graph.capture model": lambda v: graph.capture(loss_and_input()[0], model=v),
     "graph.record": graph.record,

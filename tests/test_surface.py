@@ -56,7 +56,7 @@ SURFACE = {
         "uninstall",
     ],
     "sternway.viewer": ["render", "write"],
-    "sternway.hooks": ["Captured", "Handle", "capture", "on_grads"],
+    "sternway.hooks": ["Collected", "Handle", "collect", "on_grads"],
     "sternway.saved": [
         "Compress",
         "Hooks",

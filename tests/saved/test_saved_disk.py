@@ -216,7 +216,7 @@ def test_a_file_that_disappears_is_a_clear_error(tmp_path: Path) -> None:
     (folder,) = tmp_path.iterdir()
     for file in folder.glob("*.bin"):
         file.unlink()
-    with pytest.raises(SavedError, match="the file of a saved tensor cannot be read; got .*No such file"):
+    with pytest.raises(SavedError, match=r"the file of a saved tensor cannot be read; got .*No such file"):
         y.backward()
 
 
