@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sternway._torch import require
 from sternway._torch.autograd import storage_id
 from sternway._torch.saved_hooks import intercept, written_arguments
 from sternway.saved._policy import Policy
@@ -88,4 +89,5 @@ def mutable() -> Mutable:
 
     The change must happen in the block; the backward may come after it. Blocks nest, also with other policies.
     """
+    require("saved.mutable")
     return Mutable()

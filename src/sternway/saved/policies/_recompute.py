@@ -47,6 +47,7 @@ def recompute(
             function as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes.
     """
     require("saved")
+    require("saved.mutable")
     if callable(keep):
         choose: Choice = keep
     else:
