@@ -36,7 +36,7 @@ def test_read_in_compiled_code_though_the_last_step_left_a_value(way: str) -> No
     state, x = BackwardState(), leaf()
     run(lambda x: state.on_grad(x.sin(), lambda grad: None).sum(), way)(x).backward()
     state.scale = 2.0
-    with pytest.raises(EmptyStateError, match="cannot be read in the forward; got a read in compiled code"):
+    with pytest.raises(EmptyStateError, match="cannot be read before the backward; got a read in compiled code"):
         run(lambda x: x * state.scale, way)(x)
 
 

@@ -64,9 +64,10 @@ def carry_functions(graph: Any, local: str) -> int:
     try:
         from torch._dynamo.variables.functions import FunctoolsPartialVariable, NestedUserFunctionVariable
 
-        left = list(graph.current_tx.symbolic_locals[local].items)
+        known = graph.current_tx.symbolic_locals
+        left = list(known[local].items) if local in known else []  # a backend compiles: the frame is done
         contents = graph.side_effects.store_attr_mutations
-    except (ImportError, AttributeError, KeyError) as error:
+    except (ImportError, AttributeError) as error:
         _unsupported("Dynamo's symbolic_locals and function variables", "show the functions of a frame", error)
     seen: list[Any] = []
     carried = 0

@@ -39,6 +39,7 @@ class SavedBytes:
 
     __slots__ = (
         "_alias",
+        "_at_version",
         "_changed",
         "_codec",
         "_dtype",
@@ -47,7 +48,6 @@ class SavedBytes:
         "_packs",
         "_raw_bytes",
         "_uses",
-        "_version",
         "arrival",
         "away",
         "data",
@@ -62,7 +62,7 @@ class SavedBytes:
         self._raw_bytes = flat.numel()
         # The user's own tensor, if these are its bytes: .detach() shares the version counter.
         self._alias = users.detach() if users is not None else None
-        self._version = version_of(users) if users is not None else 0
+        self._at_version = version_of(users) if users is not None else 0
         self._changed = False
         self._packs = self._uses = 0  # saved tensors, and how many of them the backward has yet to use
         self.data: Tensor | None = flat if codec is None else codec.encode(flat.view(dtype))
@@ -105,7 +105,7 @@ class SavedBytes:
 
     def _check(self) -> None:
         """Note whether the user changed the bytes in place."""
-        if self._alias is not None and version_of(self._alias) != self._version:
+        if self._alias is not None and version_of(self._alias) != self._at_version:
             self._changed = True
 
     # For an offloader's round

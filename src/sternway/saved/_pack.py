@@ -26,11 +26,11 @@ from sternway.saved.policies._offload import Offload
 class Packed:
     """What autograd holds in place of a saved tensor."""
 
-    __slots__ = ("_hooks", "_kept", "_slot", "_version", "_view")
+    __slots__ = ("_at_version", "_hooks", "_kept", "_slot", "_view")
 
     def __init__(self, kept: Any, slot: Slot | None, view: View | None, hooks: Hooks | None) -> None:
         self._kept, self._slot, self._view, self._hooks = kept, slot, view, hooks
-        self._version = version_of(kept) if isinstance(kept, Tensor) else 0
+        self._at_version = version_of(kept) if isinstance(kept, Tensor) else 0
 
     def unpack(self) -> Tensor:
         """The tensor, on its device.
@@ -42,11 +42,11 @@ class Packed:
         if self._slot is not None:
             assert self._view is not None
             value = self._view.on(self._slot.flat())
-        elif isinstance(value, Tensor) and version_of(value) != self._version:
+        elif isinstance(value, Tensor) and version_of(value) != self._at_version:
             raise SavedError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation",
                 got=f"a saved tensor of shape {tuple(value.shape)}, at version {version_of(value)}, saved at version "
-                f"{self._version}",
+                f"{self._at_version}",
                 fix="change a copy, or run the forward and the change under saved.mutable()",
             )
         return self._hooks.unpack_hook(value) if self._hooks is not None else value

@@ -51,7 +51,7 @@ _REFUSALS: dict[int, tuple[type[StateError], str, str, str]] = {
         "on_grad of a tensor with requires_grad=False",
         "leave the hook out, or make an input or a parameter before it require gradients",
     ),
-    READ: (EmptyStateError, "a value cannot be read in the forward", "a read in compiled code", _FILL),
+    READ: (EmptyStateError, "a value cannot be read before the backward", "a read in compiled code", _FILL),
     WRITTEN: (StateError, "a value cannot be set in the forward", "a write in compiled code", _FILL),
     MADE: (
         StateError,
