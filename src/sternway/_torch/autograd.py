@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -34,9 +34,11 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor that a differentiable view shows."""
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Whether autograd follows the tensor as a view of another."""
-    return tensor._is_view()
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+"""Whether autograd follows the tensor as a view of another."""
+
+storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Which storage this is; another one has another number while this one lives."""
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
-from types import FrameType
+from types import CodeType, FrameType
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,9 +23,8 @@ from sternway.errors import SavedError
 _PLAIN = (Tensor, nn.Parameter)
 
 
-def _running(frame: FrameType | None) -> Iterator[nn.Module]:
+def _running(frame: FrameType | None, call: CodeType) -> Iterator[nn.Module]:
     """The modules whose calls are on the stack, innermost first."""
-    call = module_call_code()
     while frame is not None:
         if frame.f_code is call:
             yield frame.f_locals["self"]
@@ -38,6 +37,7 @@ class Names:
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._owned: set[int] = set()
+        self._call = module_call_code()
 
     def know(self, model: nn.Module) -> None:
         """Learn the names and the storages of a model."""
@@ -50,7 +50,7 @@ class Names:
 
     def current(self) -> str:
         """The name of the module that runs; empty if none does."""
-        stack = _running(sys._getframe(1))
+        stack = _running(sys._getframe(1), self._call)
         module = next(stack, None)
         if module is None:
             return ""

@@ -155,6 +155,7 @@ class Round:
     def drop(self, content: SavedBytes) -> bool:
         """The slot is gone; whether it was part of this round."""
         content.free()
-        for queue in (self.here, self.flights, self.coming):
-            queue.discard(content)
+        self.here.discard(content)
+        self.flights.discard(content)
+        self.coming.discard(content)
         return self.alive.pop(content.number, None) is not None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sternway._torch.autograd import base_of, conjugate_view, is_view, negative_view, storage_id, version_of
+from sternway._torch.autograd import base_of, conjugate_view, is_view, negative_view, storage_address, version_of
 from sternway.saved._content import SavedBytes
 from sternway.saved.policies._codecs import Codec
 
@@ -83,7 +83,7 @@ def extent_of(tensor: Tensor, codec: Codec | None) -> Extent:
     base = base_of(tensor) if is_view(tensor) else tensor
     treatment = (codec.name, tensor.dtype) if codec is not None else None
     size = storage.nbytes()
-    key: tuple[Hashable, ...] = (storage_id(tensor), storage.data_ptr(), size, version_of(tensor), treatment)
+    key: tuple[Hashable, ...] = (storage_address(storage), storage.data_ptr(), size, version_of(tensor), treatment)
     view, item = view_of(tensor), tensor.element_size()
     span = 1 + sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
     whole = base is not None and base.nbytes == size
