@@ -103,7 +103,7 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "on_grads places": lambda v: hooks.on_grads(v, lambda grads: None),
     "on_grads fn": lambda v: hooks.on_grads([leaf()], v),
     "on_grads mode": lambda v: hooks.on_grads([leaf()], lambda grads: None, mode=v),
-    "hooks.capture": lambda v: hooks.capture(v).__enter__(),
+    "hooks.collect": lambda v: hooks.collect(v).__enter__(),
     "graph.capture": graph.capture,
     "graph.capture model": lambda v: graph.capture(loss_and_input()[0], model=v),
     "graph.record": graph.record,

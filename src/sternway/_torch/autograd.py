@@ -5,13 +5,16 @@ Attributes are read by ``attrgetter``, which costs no Python frame: some are rea
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from sternway._torch.probe import probe
 
@@ -31,9 +34,11 @@ base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor that a differentiable view shows."""
 
 
-def is_view(tensor: Tensor) -> bool:
-    """Whether autograd follows the tensor as a view of another."""
-    return tensor._is_view()
+is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
+"""Whether autograd follows the tensor as a view of another."""
+
+storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Which storage this is; another one has another number while this one lives."""
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -63,8 +68,42 @@ def current_graph_task() -> int:
 
 
 def will_execute(node: Any) -> bool:
-    """Whether the backward that runs will come to a node."""
-    return bool(torch._C._will_engine_execute_node(node))
+    """Whether a gradient will arrive at a node in the backward that runs."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError as error:
+        # The engine refuses to answer for a leaf whose gradient autograd.grad was asked for: one will arrive.
+        if "autograd.grad" in str(error):
+            return True
+        raise
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward that runs in this thread is over; it is dropped if that fails."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def sequence_number(node: Any) -> int:
+    """The place of a node in the order in which its thread made nodes."""
+    return int(node._sequence_nr())
+
+
+def hook_gradient_edge(edge: GradientEdge, hook: Callable[[Tensor | None], None]) -> RemovableHandle:
+    """Run ``hook`` with the gradient (None if undefined) whenever one arrives at an edge whose tensor may be gone.
+
+    It is a tensor hook, not a hook of the node: the engine skips those where ``autograd.grad`` takes the gradient out
+    before the node runs. Of the tensor the engine uses only the dictionary of hooks and which output of its node it is.
+    So one of several outputs of an ``unbind`` takes its place.
+    """
+    with torch.enable_grad():
+        stand_in = torch.zeros(edge.output_nr + 1, requires_grad=True).unbind()[edge.output_nr]
+    hooks: OrderedDict[int, Callable[[Tensor | None], None]] = OrderedDict()
+    stand_in._backward_hooks = hooks  # type: ignore[assignment]  # an undefined gradient comes as None
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    edge.node._register_hook_dict(stand_in)
+    return handle
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
@@ -192,12 +231,56 @@ def _accumulate_grad() -> bool:
 def _graph_task() -> bool:
     x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     middle, beside = x.exp(), y.exp()
-    below, apart = middle.grad_fn, beside.grad_fn
+    below: Any = middle.grad_fn
+    nodes = [below, below.next_functions[0][0], beside.grad_fn]
     seen: list[Any] = []
     top = middle * beside
-    top.register_hook(lambda grad: seen.extend([current_graph_task(), will_execute(below), will_execute(apart)]))
+    top.register_hook(lambda grad: seen.extend([current_graph_task(), *map(will_execute, nodes)]))
     torch.autograd.grad(top.sum(), [x])
-    return current_graph_task() == -1 and seen[0] >= 0 and seen[1:] == [True, False]
+    return current_graph_task() == -1 and seen[0] >= 0 and seen[1:] == [True, True, False]
+
+
+@probe(
+    "Node._register_hook_dict, Node._sequence_nr",
+    expected="run a tensor hook at an edge, and tell the order of nodes",
+    features=("hooks",),
+)
+def _edge_hooks() -> bool:
+    x = torch.ones(4, requires_grad=True)
+    first, second = (2 * x).split(2)
+    edge = get_gradient_edge(second)
+    arrived: list[Any] = []
+    hook_gradient_edge(edge, arrived.append)
+    later = (second * second).sum()
+    torch.autograd.grad(later, [second], retain_graph=True)  # takes the gradient out there
+    torch.autograd.grad(first.sum(), [x])
+    seen = [None if grad is None else grad.tolist() for grad in arrived]
+    return seen == [[4.0, 4.0], None] and sequence_number(later.grad_fn) > sequence_number(edge.node)
+
+
+@probe(
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    expected="calls a function at the end of a backward, and drops it if that fails",
+    features=("hooks",),
+)
+def _end_of_backward() -> bool:
+    x = torch.ones(1, requires_grad=True)
+    called: list[str] = []
+
+    def backward(fail: bool) -> None:
+        y = 2 * x
+        y.register_hook(lambda grad: at_end_of_backward(lambda: called.append("end")))
+        x_hook = x.register_hook(lambda grad: 1 / 0 if fail else called.append("hook"))
+        try:
+            y.sum().backward()
+        except ZeroDivisionError:
+            called.append("failed")
+        finally:
+            x_hook.remove()
+
+    backward(fail=True)
+    backward(fail=False)
+    return called == ["failed", "hook", "end"]
 
 
 @probe("torch._C.DisableTorchFunction", expected="keeps subclasses from being asked", features=("graph",))

@@ -17,7 +17,18 @@ import torch
 
 from sternway.errors import SternwayError, UnsupportedTorch
 
-Feature = Literal["hooks", "saved", "state", "split", "split.compiled", "split.install", "graph", "pipeline"]
+Feature = Literal[
+    "hooks",
+    "saved",
+    "saved.mutable",
+    "state",
+    "state.compiled",
+    "split",
+    "split.compiled",
+    "split.install",
+    "graph",
+    "pipeline",
+]
 """What a user loses where a probe fails."""
 
 _AREAS = ("autograd", "failures", "dispatch", "nodes", "saved_hooks", "compile", "tracing", "distributed")

@@ -98,15 +98,14 @@ def _step(function: Callable[[], Any], policies: list[Any], target: str) -> Repo
 
 
 def _show(report: Report) -> None:
-    from sternway.saved._report import HEADER, cells
-
     table = Table(box=None, header_style="bold")
-    for column, name in enumerate(HEADER):
-        table.add_column(name, justify="left" if column in (0, len(HEADER) - 1) else "right", no_wrap=column == 0)
-    for row in report.modules:
-        table.add_row(*cells(row))
+    header, *modules, total = report.cells()
+    for column, name in enumerate(header):
+        table.add_column(name, justify="left" if column in (0, len(header) - 1) else "right", no_wrap=column == 0)
+    for row in modules:
+        table.add_row(*row)
     table.add_section()
-    table.add_row(*cells(report.total), style="bold")
+    table.add_row(*total, style="bold")
     console = Console()
     console.print(table)
-    console.print(f"Peak on the device of what the policies had in hand: {show_bytes(report.peak_bytes)}.")
+    console.print(f"Peak on the device of what the policies did not skip: {show_bytes(report.peak_bytes)}.")

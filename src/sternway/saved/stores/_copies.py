@@ -1,29 +1,103 @@
-"""Copies between a device and the host: on CUDA, on side streams; on the CPU, at once.
+"""Copies between a device and the host, and tickets for those under way.
 
     compute  ──F──●────────F────────●──▶ … ──●──B──●──▶
                   │ready            ▲joined  │room ▲joined
     out      ─────▶ device → host ──┘        │     │          one stream, in the order of packing
     back                                     ▶ ────┘          another, so that both directions of the link are used
 
-Memory is given back in the order of the compute stream: whoever drops a device tensor has made that stream wait for the
-copy first, so no allocation needs to be held back and the CPU may run far ahead.
+On CUDA copies run on side streams; on the CPU they happen at once. Device memory is freed in the order of the compute
+stream: that stream is made to wait for the copy before the tensor is dropped, so no allocation is held back and the CPU
+may run far ahead.
+
+Everything that moves bytes returns a ticket. The offloader asks no clock and no stream, only tickets; so the code that
+runs on a GPU is the code that tests run on a CPU.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sternway.saved._ticket import Done, Ticket, Wait
+Clock = Callable[[], float]
+
+
+class Wait(ABC):
+    """How long the computation waited; on a GPU this is known only later."""
+
+    @abstractmethod
+    def over(self) -> bool:
+        """Whether the time is known."""
+
+    @abstractmethod
+    def seconds(self) -> float:
+        """The time waited; blocks until it is known."""
+
+
+class Waited(Wait):
+    """A wait that is over."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def over(self) -> bool:
+        return True
+
+    def seconds(self) -> float:
+        return self._seconds
+
+
+class Ticket(ABC):
+    """One copy, or one write, that may still be under way."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether it has finished, seen from the CPU."""
+
+    @abstractmethod
+    def join(self) -> Wait | None:
+        """Order whatever is computed from now on after it; how long that waited, if at all."""
+
+    def let_go(self, tensor: Tensor) -> None:  # noqa: B027 - most tickets need nothing
+        """Make it safe to drop ``tensor``, which the copy may still be reading."""
+
+
+class Finished(Ticket):
+    """A copy that was made at once."""
+
+    def done(self) -> bool:
+        return True
+
+    def join(self) -> Wait | None:
+        return None
+
+
+class Threaded(Ticket):
+    """A write in a thread, after a copy to the host if the tensor was on a GPU."""
+
+    def __init__(self, future: Future[None], clock: Clock, copied: Ticket | None = None) -> None:
+        self._future, self._clock, self._copied = future, clock, copied
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def join(self) -> Wait | None:
+        start = self._clock()
+        self._future.result()
+        return Waited(self._clock() - start)
+
+    def let_go(self, tensor: Tensor) -> None:
+        if self._copied is not None:
+            self._copied.let_go(tensor)
 
 
 class Mover(ABC):
-    """Moves flat byte tensors, and marks moments of the computation."""
+    """Copies flat byte tensors between one device and the host."""
 
     pinned: bool
     """Whether host buffers should be page-locked."""
@@ -38,25 +112,25 @@ class Mover(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """This moment of the computation."""
+        """A timestamp in the order of the computation."""
 
     @abstractmethod
     def times(self, marks: Sequence[Any]) -> list[float]:
-        """The moments in seconds since the first; blocks until they have come."""
+        """The timestamps in seconds since the first; blocks until the device has reached them."""
 
 
 class CpuMover(Mover):
-    """Copies at once: between tensors of the CPU there is no link to hide."""
+    """Copies at once: there is no link between CPU tensors to hide."""
 
     pinned = False
 
     def out(self, source: Tensor, target: Tensor, after: Ticket | None) -> Ticket:
         target.copy_(source)
-        return Done()
+        return Finished()
 
     def back(self, source: Tensor, target: Tensor) -> Ticket:
         target.copy_(source)
-        return Done()
+        return Finished()
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -116,7 +190,7 @@ class CudaMover(Mover):
         self._out, self._back = _new_stream(device), _new_stream(device)
 
     def _follow(self, side: Any) -> None:
-        """Let ``side`` come after what was asked for so far."""
+        """Make ``side`` wait for what was queued so far."""
         ready = _event()
         ready.record(torch.cuda.current_stream(self.device))
         side.wait_event(ready)
@@ -128,7 +202,7 @@ class CudaMover(Mover):
         return self._copy(source, target, self._out)
 
     def back(self, source: Tensor, target: Tensor) -> Ticket:
-        self._follow(self._back)  # the memory of target may be in use until here
+        self._follow(self._back)  # work queued so far may still use the memory of target
         return self._copy(source, target, self._back)
 
     def _copy(self, source: Tensor, target: Tensor, stream: Any) -> Ticket:

@@ -1,4 +1,4 @@
-"""The engine: what a GPU would do, on a CPU with copies that come late, and plans that keep their promises."""
+"""Offloading: what a GPU would do, on a CPU with copies that come late, and plans that keep their promises."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from torch import Tensor
 
 from sternway import saved
 from sternway.errors import SavedError
-from sternway.saved._mover import Mover
 from sternway.saved._plan import PACK, USE, Record, furthest_first, plan_in_time
-from sternway.saved._pool import Pool
-from sternway.saved._store import HostStore
-from sternway.saved._ticket import Ticket, Wait
+from sternway.saved.stores._copies import Mover, Ticket, Wait
+from sternway.saved.stores._host import HostStore
+from sternway.saved.stores._pool import Pool
 
 
 class LateTicket(Ticket):
@@ -102,7 +101,7 @@ def test_nothing_is_used_before_its_copy(name: str, budget: Any, prefetch: int, 
     policy = moving(budget, prefetch, window, LateStore())
     for _ in range(5):
         assert_equal(grads_of(model, x, policy), expected)
-    assert policy.engine.store.pool.taken_bytes == 0
+    assert policy.offloader.store.pool.taken_bytes == 0
 
 
 def test_auto_moves_what_the_link_hides_and_no_more() -> None:
@@ -118,8 +117,8 @@ def test_auto_moves_what_the_link_hides_and_no_more() -> None:
     assert reports[1].moved_bytes == 0  # two steps are timed
     assert 0 < reports[3].moved_bytes < total
     assert reports[3].peak_bytes < reports[0].peak_bytes
-    assert policy.engine.plan is not None
-    assert policy.engine.plan.predicted_peak < total
+    assert policy.offloader.plan is not None
+    assert policy.offloader.plan.predicted_peak < total
 
 
 def test_another_kind_of_step_is_measured_anew() -> None:
@@ -127,7 +126,7 @@ def test_another_kind_of_step_is_measured_anew() -> None:
     for length in (5, 5, 5, 50, 50, 50, 50):
         model, x = gpt(16, 2), torch.randn(2, length, 16)
         assert_equal(grads_of(model, x, policy), grads_of(model, x))
-    assert policy.engine.plan is not None
+    assert policy.offloader.plan is not None
 
 
 def test_what_is_used_before_it_has_left_is_not_brought_back() -> None:
@@ -152,19 +151,19 @@ def test_ahead_by_the_order_of_the_step_before() -> None:
         asked.append([])
         for part in parts:
             part.sum().backward()
-            asked[-1].append(len(policy.engine._round.coming))
+            asked[-1].append(len(policy.offloader._round.coming))
 
     for _ in range(2):
         step()
     assert asked == [[0, 0, 0, 0], [1, 1, 1, 0]]  # on their way after each use
     coming = []
-    fetch = policy.engine.fetch
+    fetch = policy.offloader.fetch
 
-    def spy(slot: Any) -> Tensor:
-        coming.append(slot.number in policy.engine._round.coming)
-        return fetch(slot)
+    def spy(content: Any) -> Tensor:
+        coming.append(content in policy.offloader._round.coming)
+        return fetch(content)
 
-    policy.engine.fetch = spy  # type: ignore[method-assign]
+    policy.offloader.fetch = spy  # type: ignore[method-assign]
     step()
     assert coming == [False, True, True, True]  # all but the first were on their way already
 
@@ -197,7 +196,7 @@ def test_what_stays_fits_the_budget(record: Record, share: float) -> None:
     budget = int(share * record.total)
     moved = furthest_first(record, budget)
     held = 0
-    for kind, number in record.events:
+    for kind, number in record.accesses:
         if number not in moved:
             held += record.sizes[number] if kind == PACK else -record.sizes[number]
             assert held <= budget
@@ -212,7 +211,7 @@ def test_a_plan_in_time_is_in_time(record: Record, rate: float) -> None:
     assert plan.predicted_stall <= 0.03 * record.times[-1] + 1e-9
     assert plan.predicted_peak <= record.total
     assert plan.release.keys() == plan.moves == plan.fetch.keys()
-    assert all(1 <= tick <= len(record.events) + 1 for tick in plan.release.values())
+    assert all(1 <= tick <= len(record.accesses) + 1 for tick in plan.release.values())
 
 
 def test_a_fast_link_moves_nearly_all_and_a_slow_one_nothing() -> None:
@@ -269,15 +268,15 @@ def test_the_budget_is_kept() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": "4 parsecs"}, "budget is a size; got '4 parsecs'"),
-        ({"budget": 1.5}, r"a fraction is between 0 and 1; got 1\.5"),
-        ({"budget": -1}, "budget is a size; got -1"),
-        ({"to": "moon"}, "go to the cpu or to disk; got 'moon'"),
-        ({"to": "disk"}, 'to="disk" is told where'),
-        ({"to": "disk", "directory": "/nowhere/at/all"}, "a directory to write to; got '/nowhere/at/all'"),
-        ({"directory": "."}, "a directory is for"),
-        ({"where": [3]}, "where is a pattern"),
-        ({"prefetch": "x"}, "prefetch is a size"),
+        ({"budget": "4 parsecs"}, "budget must be a size; got '4 parsecs'"),
+        ({"budget": 1.5}, r"a fraction must be between 0 and 1; got 1\.5"),
+        ({"budget": -1}, "budget must be a size; got -1"),
+        ({"to": "moon"}, 'to must be "cpu" or "disk"; got .moon.'),
+        ({"to": "disk"}, 'to="disk" needs a directory; got none'),
+        ({"to": "disk", "directory": "/nowhere/at/all"}, "must be an existing directory; got '/nowhere/at/all'"),
+        ({"directory": "."}, 'to="cpu" cannot use a directory'),
+        ({"where": [3]}, "where must be a pattern"),
+        ({"prefetch": "x"}, "prefetch must be a size"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:

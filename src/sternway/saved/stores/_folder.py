@@ -1,7 +1,7 @@
-"""A folder of our own under the user's directory, which disappears with its process.
+"""A temporary folder in the user's directory, which does not outlive its process for long.
 
-The folder holds a file that its process keeps locked. The kernel unlocks it when the process ends, however it ends; so
-a folder whose lock can be had is an orphan, whoever made it and whichever process has its number now.
+The folder holds a file that its process keeps locked. The kernel unlocks the file when the process ends, however it
+ends; so a folder whose lock can be taken is an orphan, and the next process that uses the directory removes it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import IO
 
@@ -22,18 +23,18 @@ except ImportError:  # not a system with flock
 _PREFIX, _LOCK = "sternway-saved-", "lock"
 
 
-class Folder:
+class DiskFolder:
     """Made when it is opened, removed when it is closed."""
 
     def __init__(self, directory: Path) -> None:
         if fcntl is None:
-            raise SavedError('to="disk" needs a system with flock', got=os.name, fix='use to="cpu"')
+            raise SavedError('to="disk" needs file locks (flock)', got=f"the system {os.name!r}", fix='use to="cpu"')
         self.directory = directory
         self.path: Path | None = None
         self._lock: IO[bytes] | None = None
 
     def open(self) -> Path:
-        """The folder's path; made, and locked, if it is not there."""
+        """The folder's path; made and locked if it does not exist."""
         if self.path is None:
             path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self.directory))
             lock = (path / _LOCK).open("wb")
@@ -49,13 +50,13 @@ class Folder:
             lock.close()
 
     def free_bytes(self) -> int:
-        """What the file system has left for us, one part in a hundred aside."""
+        """Free bytes of the file system, less one part in a hundred."""
         stats = os.statvfs(self.directory)
         return int(stats.f_frsize * (stats.f_bavail - stats.f_blocks // 100))
 
 
 def remove_orphans(directory: Path) -> list[Path]:
-    """Remove what killed processes left in ``directory``; the folders that were removed."""
+    """Remove the folders that killed processes left in ``directory``, and return their paths."""
     removed = []
     for path in directory.glob(_PREFIX + "*"):
         try:
@@ -77,6 +78,4 @@ def remove_orphans(directory: Path) -> list[Path]:
 
 
 def _old(path: Path) -> bool:
-    import time
-
     return time.time() - path.stat().st_mtime > 60

@@ -1,4 +1,4 @@
-"""Host buffers, page-locked for a GPU, taken and given back: page-locking memory costs more than filling it."""
+"""Host buffers that are reused, because page-locking memory for a GPU costs more than filling it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sternway.saved._ticket import Ticket
+from sternway.saved.stores._copies import Ticket
 
 _GRAIN = 2**16
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """A host buffer, and the copy out of it that may still be under way."""
+    """A host buffer, and the copy from it that may still be under way."""
 
     data: Tensor
     after: Ticket | None = None
 
 
 class Pool:
-    """At most ``limit`` bytes of buffers, kept for reuse until ``clear()``."""
+    """Buffers of at most ``limit`` bytes together, kept for reuse until ``clear()``."""
 
     def __init__(self, limit: int, pinned: bool) -> None:
         self.limit, self._pinned = limit, pinned
@@ -42,7 +42,7 @@ class Pool:
     def take(self, size: int, *, wait: bool = False) -> Buffer | None:
         """A buffer of at least ``size`` bytes; None if that would be more than the limit, unless told to wait.
 
-        A single buffer larger than the limit is given when nothing else is taken: work must go on.
+        When nothing else is taken, a single buffer may be larger than the limit, so that work goes on.
         """
         size = -(-max(size, 1) // _GRAIN) * _GRAIN
         with self._changed:
@@ -84,7 +84,7 @@ class Pool:
             del self._free[size]
 
     def give(self, buffer: Buffer) -> None:
-        """Take a buffer back."""
+        """Return a buffer to the pool."""
         with self._changed:
             size = buffer.data.numel()
             self._taken -= size

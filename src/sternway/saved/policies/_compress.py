@@ -1,4 +1,4 @@
-"""Fewer bytes for what is saved."""
+"""Keep saved tensors in fewer bytes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from sternway.errors import SavedError
-from sternway.saved._codecs import BITS, LOSSY, Codec
 from sternway.saved._policy import Policy
 from sternway.saved._slot import Slots
+from sternway.saved.policies._codecs import BITS, LOSSY, Codec
+from sternway.saved.policies._offload import Offload
 
 
 class Compress(Policy):
@@ -21,7 +22,7 @@ class Compress(Policy):
         super().__init__(where, min_bytes, model)
         if codec not in (*LOSSY, "lossless"):
             raise SavedError(
-                "a codec is known by its name", got=repr(codec), fix=f"one of {', '.join([*LOSSY, 'lossless'])}"
+                "codec must be the name of a codec", got=repr(codec), fix=f"pass {', '.join(LOSSY)} or lossless"
             )
         self.lossless = codec == "lossless"
         self._codec = LOSSY.get(codec)
@@ -34,11 +35,11 @@ class Compress(Policy):
         return self._codec if self._codec is not None and self._codec.suits(tensor) else None
 
     def need_disk(self, policies: Sequence[Policy]) -> None:
-        """Raise if nothing around could write to a disk: "lossless" is done on the way there."""
-        if not any(hasattr(policy, "engine") and policy.engine.store.name == "disk" for policy in policies):
+        """Raise if no policy writes to a disk: "lossless" compresses on the way there."""
+        if not any(isinstance(policy, Offload) and policy.offloader.store.name == "disk" for policy in policies):
             raise SavedError(
-                'compress("lossless") is for what goes to a disk',
-                got="no offload around it that does",
+                'compress("lossless") needs a policy that moves tensors to a disk',
+                got="none around it",
                 fix='use it with saved.offload(to="disk", directory=…)',
             )
 
@@ -62,13 +63,13 @@ def compress(
         True
 
     Args:
-        codec: "bf16", "fp8", "int8": see ``_codecs`` for bytes and errors; or "lossless", exact, for what goes to disk.
-            Booleans, and masks of zeros and one other number, take a bit each, exactly, under any of them. Integers
-            stay as they are.
-        where: patterns for the names of the modules whose tensors are encoded; all, unless given. Nest several
-            policies to choose by module; the innermost that covers a tensor decides.
+        codec: "bf16", "fp8" or "int8" (2 bytes, 1 byte and 1 byte an element); or "lossless", exact, for what goes to
+            disk. Under any of them booleans, and masks of zeros and one other number, take one bit an element, exactly.
+            Integers stay as they are.
+        where: patterns for the names of the modules whose tensors are encoded; all, unless given. Nest policies to
+            choose a codec by module; the innermost one that covers a tensor decides.
         min_bytes: smaller tensors stay as they are.
-        model: whose names ``where`` means; the outermost module that is called, unless given.
+        model: the model whose names ``where`` means; the outermost module that is called, unless given.
 
     Returns:
         A policy: a context manager that gives a ``Report``, for any number of steps.

@@ -1,8 +1,8 @@
 """Files as a store: written and read by threads, through a bounded buffer.
 
-A tensor of a GPU goes through a page-locked buffer; one of the CPU is written from where it lies. Either way at most
-``buffer`` bytes wait to be written; whoever brings more waits. A write that fails leaves its tensor in memory and its
-error to be raised at the next chance: nothing of the step is lost.
+A GPU tensor goes through a page-locked buffer; a CPU tensor is written from its own memory. At most ``buffer`` bytes
+wait to be written; a ``send`` of more blocks. If a write fails, its tensor stays in memory and the error is raised by
+the next ``raise_failure``, so nothing of the step is lost.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from torch import Tensor
 
 from sternway._bytes import show_bytes
 from sternway.errors import SavedError
-from sternway.saved._folder import Folder, remove_orphans
-from sternway.saved._pool import Buffer, Pool
-from sternway.saved._store import Arrival, Away, Store
-from sternway.saved._ticket import Threaded, Wait, Waited
+from sternway.saved.stores._copies import Clock, Threaded, Wait, Waited
+from sternway.saved.stores._folder import DiskFolder, remove_orphans
+from sternway.saved.stores._pool import Buffer, Pool
+from sternway.saved.stores._store import Arrival, Away, Store
+
+_MAKE_ROOM = "free some space, pass another directory, or raise the budget; what was saved so far is intact"
 
 
 def _bytes(flat: Tensor) -> memoryview:
@@ -34,7 +36,7 @@ def _bytes(flat: Tensor) -> memoryview:
 
 
 def shrink(flat: Tensor, itemsize: int) -> bytes:
-    """Fewer bytes, exactly: the first bytes of all elements, then the second, …; alike ones meet and compress."""
+    """Compress exactly: the first bytes of all elements, then the second bytes, …, since those resemble each other."""
     if itemsize > 1 and flat.numel() % itemsize == 0:
         flat = flat.view(-1, itemsize).t().contiguous().view(-1)
     return zlib.compress(_bytes(flat), 1)
@@ -49,7 +51,7 @@ def grow(data: bytes, into: Tensor, itemsize: int) -> None:
 
 
 class _DiskArrival(Arrival):
-    """A file being read; what is on a GPU is copied there when it is joined."""
+    """A file being read; for a GPU it is copied to the device in ``join()``."""
 
     def __init__(self, future: Future[Tensor], device: torch.device, store: DiskStore) -> None:
         self._future, self._device, self._store = future, device, store
@@ -58,9 +60,9 @@ class _DiskArrival(Arrival):
     def join(self) -> tuple[Tensor, Wait | None]:
         if self._target is not None:
             return self._target, None
-        start = time.perf_counter()
+        start = self._store.clock()
         read = self._future.result()
-        wait = Waited(time.perf_counter() - start)
+        wait = Waited(self._store.clock() - start)
         self._target = read
         if self._device.type != "cpu":
             self._target = torch.empty(len(read), dtype=torch.uint8, device=self._device)
@@ -76,12 +78,13 @@ class _DiskAway(Away):
         self._store, self._size, self._device = store, len(flat), flat.device
         self._itemsize, self._lossless = itemsize, lossless
         self._path: Path | None = None
-        self._held: Tensor | None = None  # in memory after all, if it could not be written
+        self._held: Tensor | None = None  # the bytes, if they could not be written
         self._freed = threading.Event()
         self._lock = threading.Lock()
 
     def write(self, source: Tensor, buffer: Buffer | None, copied: Any) -> None:
-        """In a writer's thread."""
+        """Write the file, in a writer thread."""
+        written = 0
         try:
             if copied is not None:
                 copied.event.synchronize()
@@ -97,11 +100,10 @@ class _DiskAway(Away):
             else:
                 with self._lock:
                     self._path = path
-                    self._store.written_bytes += written
                 if self._freed.is_set():
                     self.free()
         finally:
-            self._store.written(self._size, buffer)
+            self._store.wrote(self._size, written, buffer)
 
     def _write(self, path: Path, source: Tensor) -> int:
         data = memoryview(shrink(source, self._itemsize)) if self._lossless else _bytes(source)
@@ -112,7 +114,7 @@ class _DiskAway(Away):
         return len(data)
 
     def read(self) -> Tensor:
-        """In a reader's thread."""
+        """Read the file, in a reader thread."""
         into = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         if self._held is not None:
             return into.copy_(self._held)
@@ -127,19 +129,19 @@ class _DiskAway(Away):
                     done += count
         except OSError as error:
             raise SavedError(
-                "a saved tensor's file stays until its backward", got=str(error), fix="leave the directory alone"
+                "the file of a saved tensor cannot be read", got=str(error), fix="keep the directory until the backward"
             ) from error
         if done < self._size:
             raise SavedError(
-                "a saved tensor's file stays whole until its backward",
+                "the file of a saved tensor is cut short",
                 got=f"{done} of {self._size} bytes in {self._path}",
-                fix="leave the directory alone",
+                fix="keep the directory as it is until the backward",
             )
         return into
 
     def back(self) -> Arrival:
         if not self.out.done():
-            self.out.join()  # it is not there yet
+            self.out.join()  # the file is not complete yet
         return _DiskArrival(self._store.readers.submit(self.read), self._device, self._store)
 
     def free(self) -> None:
@@ -151,17 +153,18 @@ class _DiskAway(Away):
 
 
 class DiskStore(Store):
-    """Files under a directory of the user's."""
+    """Keeps tensors in files under the user's directory."""
 
     name = "disk"
 
-    def __init__(self, directory: Path, buffer: int) -> None:
+    def __init__(self, directory: Path, buffer: int, clock: Clock = time.perf_counter) -> None:
         super().__init__()
         if not directory.is_dir():
             raise SavedError(
-                "directory is a directory to write to", got=repr(str(directory)), fix="make it, or pass another"
+                "directory must be an existing directory", got=repr(str(directory)), fix="make it, or pass another"
             )
-        self.folder = Folder(directory)
+        self.folder = DiskFolder(directory)
+        self.clock = clock
         self.written_bytes = 0
         self._pool = Pool(buffer, pinned=torch.cuda.is_available())
         self._limit, self._backlog = buffer, 0
@@ -186,9 +189,9 @@ class DiskStore(Store):
             free = self.folder.free_bytes() - self._backlog
         if free < size:
             raise SavedError(
-                f"a saved tensor goes to {self.folder.directory} if there is room",
+                f"there is no room in {self.folder.directory} for a saved tensor",
                 got=f"{show_bytes(size)} to write and {show_bytes(max(free, 0))} free",
-                fix="free some space, pass another directory, or raise the budget; what was saved so far is intact",
+                fix=_MAKE_ROOM,
             )
         with self._changed:
             while self._backlog and self._backlog + size > self._limit:
@@ -201,16 +204,17 @@ class DiskStore(Store):
             assert buffer is not None  # told to wait
             source = buffer.data[:size]
             copied = self.mover(flat.device).out(flat, source, buffer.after)
-        away.out = Threaded(self._writers.submit(away.write, source, buffer, copied))
+        away.out = Threaded(self._writers.submit(away.write, source, buffer, copied), self.clock, copied)
         return away
 
-    def written(self, size: int, buffer: Buffer | None) -> None:
-        """A write is over, well or not."""
+    def wrote(self, size: int, written: int, buffer: Buffer | None) -> None:
+        """A write of ``size`` bytes has ended, well or not; the file has ``written``."""
         if buffer is not None:
             buffer.after = None
             self._pool.give(buffer)
         with self._changed:
             self._backlog -= size
+            self.written_bytes += written
             self._changed.notify_all()
 
     def failed(self, error: OSError) -> None:
@@ -223,36 +227,41 @@ class DiskStore(Store):
             failure, self._failure = self._failure, None
         if failure is not None:
             raise SavedError(
-                f"saved tensors can be written to {self.folder.directory}",
+                f"a saved tensor could not be written to {self.folder.directory}",
                 got=os.strerror(failure.errno or 0),
-                fix="free some space, pass another directory, or raise the budget; what was saved so far is intact",
+                fix=_MAKE_ROOM,
             ) from failure
 
     def rates(self, device: torch.device) -> tuple[float, float]:
-        """By one file of 32 MiB, written and read."""
+        """Measured with one file of 32 MiB."""
         size = 2**25
         flat = torch.zeros(size, dtype=torch.uint8, device=device)
-        start = time.perf_counter()
+        start = self.clock()
         away = self.send(flat, 1, False)
         assert away is not None  # a disk always has room, or says that it has not
         away.out.join()
-        middle = time.perf_counter()
+        middle = self.clock()
         away.back().join()
-        end = time.perf_counter()
+        end = self.clock()
         away.free()
         return size / (middle - start), size / (end - middle)
 
+    def flush(self) -> None:
+        """Wait until everything that was sent is written."""
+        with self._changed:
+            while self._backlog:
+                self._changed.wait()
+
     def idle(self, forget: bool) -> None:
         with self._changed:
-            while self._backlog:  # of tensors that were dropped meanwhile
-                self._changed.wait()
+            self.flush()  # tensors that were dropped before they were written
             self.folder.close()
         if forget:
             self._pool.clear()
 
 
-def _shut(writers: ThreadPoolExecutor, readers: ThreadPoolExecutor, folder: Folder) -> None:
-    """The store is gone, and so is all work on it: work holds the store. The thread that runs this may be a worker."""
+def _shut(writers: ThreadPoolExecutor, readers: ThreadPoolExecutor, folder: DiskFolder) -> None:
+    """Stop the threads. All work is done by now, since it holds the store; a worker thread may be running this."""
     writers.shutdown(wait=False, cancel_futures=True)
     readers.shutdown(wait=False, cancel_futures=True)
     folder.close()

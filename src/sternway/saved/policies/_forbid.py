@@ -1,12 +1,12 @@
-"""A region in which nothing may come between autograd and what it saves."""
+"""A block in which saved tensors must stay as autograd has them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch._C import _autograd
-
+from sternway._torch import require
+from sternway._torch.saved_hooks import disable_saved_hooks, disabled_message, enable_saved_hooks
 from sternway.errors import SavedError
 
 
@@ -23,20 +23,21 @@ def forbid(message: str) -> Iterator[None]:
         sternway.errors.SavedError: not in here
 
     Args:
-        message: what the error says.
+        message: the text of the error.
 
     Raises:
         SavedError: with that message, when a policy is entered in the block, or is active when the block begins.
     """
-    before = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    require("saved")
+    before = disabled_message()
     try:
         try:
-            _autograd._saved_tensors_hooks_disable(message)
+            disable_saved_hooks(message)
         except RuntimeError as error:  # policies are active; torch has disabled them all the same
             raise SavedError(str(error)) from None
         yield
     finally:
         if before is None:
-            _autograd._saved_tensors_hooks_enable()
+            enable_saved_hooks()
         else:
-            _autograd._saved_tensors_hooks_disable(before)
+            disable_saved_hooks(before)

@@ -1,21 +1,20 @@
-"""A context that collects the gradients at chosen places."""
+"""A context that collects the gradients that arrive at chosen places."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import overload
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
 
-from sternway.errors import HookError
-from sternway.hooks._places import GradHook, attach, resolve
+from sternway._torch import require
+from sternway.hooks._places import GradHook, Place, attach, resolve_all
 
 
-class Captured(Sequence[Tensor | None]):
-    """The gradients that arrived: ``captured[i]`` is the latest at place ``i``, None if none came."""
+class Collected(Sequence[Tensor | None]):
+    """The gradients that arrived: ``collected[i]`` is the latest at place ``i``, None if none came."""
 
     def __init__(self, count: int) -> None:
         self._arrived: list[list[Tensor | None]] = [[] for _ in range(count)]
@@ -38,7 +37,7 @@ class Captured(Sequence[Tensor | None]):
 
     def __repr__(self) -> str:
         came = sum(bool(arrived) for arrived in self._arrived)
-        return f"Captured({came} of {len(self)} places have a gradient)"
+        return f"Collected({came} of {len(self)} places have a gradient)"
 
     def _hook(self, index: int) -> GradHook:
         def keep(grad: Tensor | None) -> None:
@@ -49,15 +48,13 @@ class Captured(Sequence[Tensor | None]):
 
 
 @contextmanager
-def capture(
-    places: Tensor | GradientEdge | Node | Iterable[Tensor | GradientEdge | Node],
-) -> Iterator[Captured]:
+def collect(places: Place | Iterable[Place]) -> Iterator[Collected]:
     """Collect the gradients that arrive at ``places`` while the block runs.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
         >>> hidden = 2 * x
-        >>> with capture([hidden]) as grads:
+        >>> with collect([hidden]) as grads:
         ...     (hidden * hidden).sum().backward()
         >>> grads[0]
         tensor([4., 4.])
@@ -65,15 +62,12 @@ def capture(
     Args:
         places: tensors, ``GradientEdge``s or nodes, as for ``on_grads``. Their ``.grad`` is not touched.
     """
-    single = isinstance(places, Tensor | GradientEdge | Node)
-    listed: list[Any] = [places] if single else list(places)  # type: ignore[arg-type]  # not single: iterable
-    if not listed:
-        raise HookError("a capture needs at least one place", got="none", fix="pass tensors, edges or nodes")
-    resolved = [resolve(place, f"places[{index}]") for index, place in enumerate(listed)]
-    captured = Captured(len(resolved))
-    handles = [attach(place, captured._hook(index)) for index, place in enumerate(resolved)]
+    require("hooks")
+    resolved = resolve_all(places)
+    collected = Collected(len(resolved))
+    handles = [attach(place, collected._hook(index)) for index, place in enumerate(resolved)]
     try:
-        yield captured
+        yield collected
     finally:
         for handle in handles:
             handle.remove()

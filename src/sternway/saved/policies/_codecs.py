@@ -1,4 +1,4 @@
-"""Fewer bytes for a saved tensor: what each codec keeps, and how wrong it can be.
+"""Codecs for saved tensors: bytes an element, and the largest error.
 
 | codec | for | bytes per element | error |
 | --- | --- | --- | --- |
@@ -8,7 +8,7 @@
 | bits | bool; two values | 1/8 | none |
 
 ``absmax`` is the largest finite magnitude in the element's block of 256. Infinities and NaN come back as they were. The
-errors are before rounding to the tensor's own type, if that has fewer digits. Integers are never touched: a backward
+errors are before rounding to the tensor's own dtype, if that has fewer digits. Integers are never encoded: a backward
 may use them as indices.
 """
 
