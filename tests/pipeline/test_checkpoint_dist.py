@@ -15,7 +15,7 @@ from gloo import on_ranks
 from sternway.cli._gpt import GPT
 from sternway.errors import CheckpointError
 from sternway.pipeline import CheckpointWarning, Pipeline
-from sternway.pipeline import _checkpoint_tensors as tensors
+from sternway.pipeline.checkpoint import _tensors as tensors
 
 VOCABULARY, LENGTH = 11, 6
 

@@ -21,7 +21,7 @@ from sternway import pipeline
 from sternway.cli._gpt import GPT
 from sternway.errors import CheckpointError
 from sternway.pipeline import CheckpointWarning, LocalTransport, Pipeline
-from sternway.pipeline import _checkpoint_files as files
+from sternway.pipeline.checkpoint import _files as files
 
 VOCABULARY, LENGTH = 11, 6
 

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from gloo import free_port, join_group, processes
 from sternway.errors import LostRankError
 from sternway.pipeline import Pipeline
-from sternway.pipeline import _sockets as sockets
 
 DIM, HEARTBEAT_TIMEOUT, LIMIT = 4, 2.0, 60.0
 
@@ -49,7 +48,7 @@ class Fatal(nn.Module):
         elif self.way == "exit":
             os._exit(0)
         elif self.way == "cut":
-            sockets.cut(self.transport[0]._sockets)
+            self.transport[0]._groups.wake()
 
 
 def _rank(rank: int, ranks: int, port: int, victim: int, way: str, backward: bool, reports: str, said: Any) -> None:

@@ -18,7 +18,7 @@ from sternway import pipeline, schedule
 from sternway.cli._gpt import GPT
 from sternway.errors import PipelineError
 from sternway.pipeline import LocalTransport, Pipeline
-from sternway.pipeline._partition import balance, split_model
+from sternway.pipeline.build._partition import balance, split_model
 
 
 def _gpt() -> GPT:
