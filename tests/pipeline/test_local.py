@@ -323,14 +323,14 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"stages": {}}, "stages are {stage index: module}; got none"),
-            ({"stages": {0: nn.Linear(2, 2)}}, r"rank 1 holds the stages \[1\].*got no stage 1, but \[0\]"),
-            ({"stages": stages_of(3)}, r"places the stages \[0, 1\] here; got stage 2 too"),
-            ({"n_microbatches": None}, "a schedule by name needs the number of microbatches"),
+            ({"stages": {}}, "stages must be {stage index: module}; got none"),
+            ({"stages": {0: nn.Linear(2, 2)}}, r"rank 1 must hold the stages \[1\].*got no stage 1, but \[0\]"),
+            ({"stages": stages_of(3)}, r"places only the stages \[0, 1\] here; got stage 2 too"),
+            ({"n_microbatches": None}, "a schedule given by name needs n_microbatches"),
             ({"schedule": schedule.make("1f1b", ranks=3, microbatches=2)}, "is for 3 ranks; got 2 ranks"),
-            ({"skips": {"a": (1, 0)}}, "a skip leads from a stage to a later one"),
-            ({"tied": [("nothing",)]}, "tied names are parameters of some stage; got 'nothing'"),
-            ({"ranks": None}, "a pipeline in one process is told its ranks"),
+            ({"skips": {"a": (1, 0)}}, "a skip must lead from a stage to a later one"),
+            ({"tied": [("nothing",)]}, "tied must name parameters that some stage has; got 'nothing'"),
+            ({"ranks": None}, "a pipeline in one process needs the number of ranks"),
         ],
     )
     def test_when_built(self, options: dict[str, Any], message: str) -> None:
@@ -340,10 +340,14 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("inputs", "target", "message"),
         [
-            ((torch.randn(1, 4, DIM),), torch.randn(2, 4, DIM), r"the batch is cut .* into 2 .* shape \(1, 4, 8\)"),
-            ((torch.randn(2, 4, DIM),), torch.randn(1, 4, DIM), "the target is cut along dimension 0"),
-            ((torch.randn(2, 4, DIM),), None, "trains with a loss and a target; got no target"),
-            ((), torch.randn(2, 4, DIM), "the first stage's rank is given the batch; got no inputs"),
+            (
+                (torch.randn(1, 4, DIM),),
+                torch.randn(2, 4, DIM),
+                r"the batch cannot be cut .* into 2 .* shape \(1, 4, 8\)",
+            ),
+            ((torch.randn(2, 4, DIM),), torch.randn(1, 4, DIM), "the target cannot be cut along dimension 0"),
+            ((torch.randn(2, 4, DIM),), None, "training needs a loss and a target .*; got no target"),
+            ((), torch.randn(2, 4, DIM), "the rank of the first stage needs the batch; got no inputs"),
         ],
     )
     def test_in_the_batch(self, inputs: tuple[Tensor, ...], target: Tensor | None, message: str) -> None:
@@ -358,12 +362,14 @@ class TestMistakes:
                 raise ValueError("no luck")
 
         pipe = self.pipe(stages={0: gpt(DIM, 1, heads=2), 1: Broken()})
-        with pytest.raises(PipelineError, match=r"1F0 did not \(rank 1, stage 1, step 0\); got ValueError: no luck"):
+        with pytest.raises(
+            PipelineError, match=r"1F0 failed \(rank 1, stage 1, action 0 of the rank\); got ValueError: no luck"
+        ):
             pipe.step(torch.randn(2, 4, DIM), target=torch.randn(2, 4, DIM))
-        with pytest.raises(PipelineError, match="a pipeline that failed is closed"):
+        with pytest.raises(PipelineError, match="this pipeline is closed, because it failed"):
             pipe.step(torch.randn(2, 4, DIM), target=torch.randn(2, 4, DIM))
 
     def test_a_loss_that_is_not_one_number(self) -> None:
         pipe = self.pipe(loss_fn=lambda y, t: (y - t).square())
-        with pytest.raises(PipelineError, match=r"the loss is one number; got a tensor of shape \(1, 4, 8\)"):
+        with pytest.raises(PipelineError, match=r"loss_fn must return one number; got a tensor of shape \(1, 4, 8\)"):
             pipe.step(torch.randn(2, 4, DIM), target=torch.randn(2, 4, DIM))
