@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch.distributed as dist
 
+from sternway.pipeline.faults import _sockets
 from sternway.pipeline.faults._lost import LostRank, Position
 from sternway.pipeline.faults._signs import SignsOfLife
 
@@ -122,3 +125,23 @@ def test_a_position_in_words(position: Position, words: str) -> None:
 
 def test_a_loss_of_nobody_knows_whom() -> None:
     assert str(LostRank(None, "why").error(3)).startswith("a rank was lost, as rank 3 noticed; got why")
+
+
+def test_the_connections_of_the_store_are_spared() -> None:
+    """While a group is made, the process that holds the store may accept a connection: it is not the group's."""
+    before = _sockets.opened()
+    with socket.create_server(("127.0.0.1", 0)) as store, socket.create_server(("127.0.0.1", 0)) as other:
+        pairs = []
+        for server in (store, other):
+            client = socket.create_connection(server.getsockname())
+            pairs.append((client, server.accept()[0]))
+        new = _sockets.opened() - before
+        if not new:
+            pytest.skip("this system does not list sockets")
+        _sockets.cut(new, spared_port=store.getsockname()[1])
+        (kept, kept_there), (lost, lost_there) = pairs
+        kept.sendall(b"alive")
+        assert kept_there.recv(5) == b"alive"
+        assert lost_there.recv(5) == b""
+        for end in (kept, kept_there, lost, lost_there):
+            end.close()

@@ -27,11 +27,20 @@ def own_connection(store: Any, timeout: float) -> Any:
 
     A wait in one thread then does not block another thread.
     """
-    while isinstance(store, dist.distributed_c10d.PrefixStore):
-        store = store.underlying_store
-    client = store.clone()
+    client = _below_prefixes(store).clone()
     client.set_timeout(timedelta(seconds=timeout))
     return client
+
+
+def store_port(store: Any) -> int | None:
+    """The TCP port of the process that holds the store; None for a store that has none."""
+    return getattr(_below_prefixes(store), "port", None)
+
+
+def _below_prefixes(store: Any) -> Any:
+    while isinstance(store, dist.distributed_c10d.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def agent_holds_store() -> bool:

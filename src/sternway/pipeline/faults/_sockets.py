@@ -31,14 +31,20 @@ def opened() -> Sockets:
     return frozenset(found)
 
 
-def cut(sockets: Sockets) -> None:
-    """Shut these sockets down, unless their file descriptor now belongs to something else."""
+def cut(sockets: Sockets, spared_port: int | None = None) -> None:
+    """Shut these sockets down, unless their file descriptor now belongs to something else.
+
+    Connections from or to ``spared_port`` stay: the store that the process holds may accept one at any time, also while
+    a process group is being made.
+    """
     for descriptor, target in sockets:
         try:
             if os.readlink(f"{FOLDER}/{descriptor}") != target:
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.getpeername()  # fails for a listening socket; gloo would end the process if that were cut
-                connection.shutdown(socket.SHUT_RDWR)
+                # getpeername fails for a listening socket; gloo would end the process if that were cut
+                ends = connection.getsockname(), connection.getpeername()
+                if not any(spared_port in end[1:2] for end in ends):
+                    connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             continue

@@ -57,6 +57,7 @@ class ProcessGroups:
         self.control: Any = self.new(members)
         self._subgroups: dict[tuple[int, ...], Any] = {tuple(range(len(members))): self.control}
         store = distributed.default_store()
+        self._store_port = distributed.store_port(store)
         self.store = PrefixStore(f"sternway/{self.control.group_name}", store)
         if heartbeat_timeout and len(watched) > 1:
             self.watch = Watch(
@@ -105,7 +106,7 @@ class ProcessGroups:
 
     def wake(self) -> None:
         """Cut the connections of all groups, so that threads that wait on them wake up."""
-        _sockets.cut(self._sockets)
+        _sockets.cut(self._sockets, self._store_port)
         if self.device.type == "cuda":  # NCCL's groups can be aborted from another thread
             for group in (self.activations, self.gradients, self.control):
                 distributed.abort_group(group)
