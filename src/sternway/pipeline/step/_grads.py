@@ -22,19 +22,12 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """One parameter that has several names, on one rank or several.
-
-    Attributes:
-        names: all of them.
-        ranks: those that hold one of the names.
-        here: the parameters of this process.
-        counted_here: whether this process counts it in norms.
-    """
+    """One parameter that has several names, on one rank or several."""
 
     names: tuple[str, ...]
-    ranks: tuple[int, ...]
-    here: tuple[nn.Parameter, ...]
-    counted_here: bool
+    ranks: tuple[int, ...]  # those that hold one of the names
+    here: tuple[nn.Parameter, ...]  # those of this process
+    counted_here: bool  # whether this process counts it in norms
 
 
 def all_ties(tied: Sequence[Sequence[str]], model: Any) -> list[Sequence[str]]:
@@ -57,14 +50,7 @@ def resolve_ties(
     placement: Mapping[int, Sequence[int]],
     transport: Transport,
 ) -> list[Tie]:
-    """Find which ranks hold each name, and give all copies the values of the first.
-
-    Args:
-        groups: names that are one parameter.
-        stages: this process's.
-        placement: the stages of each rank of this process.
-        transport: to ask the other ranks.
-    """
+    """Find which ranks hold the names of each group, and give all copies the values of the first."""
     named = {
         rank: {
             name: parameter
@@ -97,15 +83,7 @@ def resolve_ties(
 
 
 class Gradients:
-    """The gradients of this process's parameters, completed over all ranks.
-
-    Args:
-        stages: this process's.
-        ties: parameters that have several names: their gradients are summed.
-        transport: reaches the other ranks.
-        ranks: how many the pipeline has.
-        copies: averages gradients over copies of the pipeline, if there are any.
-    """
+    """The gradients of this process's parameters: summed over ties, averaged over copies, with a norm over all ranks."""
 
     def __init__(
         self,

@@ -12,13 +12,7 @@ from sternway.pipeline.transport._transport import Transport
 
 
 class Guard:
-    """Closes the pipeline after a failure, and leaves a report.
-
-    Args:
-        transport: tells the other ranks.
-        rank: the (first) rank of this process.
-        reports: the folder for reports.
-    """
+    """Closes the pipeline after a failure, and leaves a report in the folder ``reports``."""
 
     def __init__(self, transport: Transport, rank: int, reports: Path) -> None:
         self.closed = False

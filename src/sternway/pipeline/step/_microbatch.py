@@ -40,21 +40,13 @@ ChunkSpec = Chunk | Replicate | Presplit
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One microbatch.
-
-    Attributes:
-        arguments: for the first stage.
-        keywords: for the first stage.
-        stage_kwargs: for every stage.
-        target: for the loss.
-        weight: its share of the batch.
-    """
+    """One microbatch: arguments for the first stage, for every stage and for the loss."""
 
     arguments: tuple[Any, ...] = ()
     keywords: dict[str, Any] | None = None
     stage_kwargs: dict[str, Any] | None = None
     target: Any = None
-    weight: float = 1.0
+    weight: float = 1.0  # its share of the batch
 
 
 def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
@@ -70,15 +62,10 @@ def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
     if isinstance(spec, Replicate) or value is None:
         return [value] * count
     if isinstance(spec, Presplit):
-        PipelineError.unless(
-            isinstance(value, Sequence), f"{what} must be a sequence with Presplit()", value, "pass a list"
-        )
+        rule = f"{what} must be a sequence of {count} with Presplit(), one entry for each microbatch"
+        PipelineError.unless(isinstance(value, Sequence), rule, value, "pass a list")
         if len(value) != count:
-            raise PipelineError(
-                f"{what} must have one entry for each microbatch with Presplit()",
-                got=f"{len(value)} entries for {count} microbatches",
-                fix=f"pass a sequence of {count}, or another number of microbatches",
-            )
+            raise PipelineError(rule, got=f"{len(value)} entries", fix="pass as many, or change n_microbatches")
         return list(value)
     tensors = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
     pieces = {id(tensor): _pieces(tensor, count, spec.dim, what) for tensor in tensors}

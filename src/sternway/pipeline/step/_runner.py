@@ -49,19 +49,7 @@ class StepOptions:
 
 
 class StepRunner:
-    """Runs the steps of the stages of this process.
-
-    Args:
-        stages: this process's.
-        schedule: of all ranks.
-        routes: the channels between stages.
-        transport: carries the messages.
-        ranks_here: the ranks that this process runs.
-        gradients: of this process's parameters.
-        guard: closes the pipeline when a step fails.
-        chunk: how batches are cut.
-        offsets: how far each rank's clock is ahead of the first rank's.
-        memory_after_i: as in ``Costs``, for timelines.
+    """Runs the steps of this process's stages. It owns a step from the cutting of the batch to the result.
 
     Attributes:
         steps: how many training steps were run.

@@ -25,14 +25,7 @@ from sternway.pipeline.faults._watch import StoreHolder, Watch
 
 
 class ProcessGroups:
-    """The groups of one pipeline on one rank.
-
-    Args:
-        members: the global ranks of the pipeline, in its order.
-        device: decides the backend: NCCL for CUDA, gloo otherwise.
-        timeout: how many seconds an operation may take.
-        heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to watch for none.
-        watched: the global ranks whose loss ends the pipeline.
+    """The groups of one pipeline on one rank. The arguments are those of ``DistTransport``.
 
     Attributes:
         rank: this process's place among ``members``.

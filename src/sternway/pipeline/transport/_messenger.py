@@ -46,18 +46,10 @@ class _Incoming:
 
 
 class Messenger:
-    """The messages of one rank.
-
-    Args:
-        groups: the pipeline's process groups.
-        dynamic: send descriptions every time, because shapes depend on the data.
-
-    Attributes:
-        awaited: the message that this rank waits for, and the rank that sends it; or None.
-    """
+    """The messages of one rank. If ``dynamic``, descriptions are sent every time, because shapes depend on the data."""
 
     def __init__(self, groups: ProcessGroups, dynamic: bool) -> None:
-        self.awaited: tuple[MessageKey, int] | None = None
+        self.awaited: tuple[MessageKey, int] | None = None  # what this rank waits for, and from which rank
         self._groups, self._dynamic = groups, dynamic
         self._batch: Any = None  # what all ranks said about the batch before this step
         self._keep_specs = False  # whether this step's activations come without descriptions
