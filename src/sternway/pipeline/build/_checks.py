@@ -3,50 +3,43 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan
-from sternway.pipeline.step._microbatch import Chunk, Presplit, Replicate
+from sternway.pipeline.step._microbatch import ChunkSpec
 from sternway.pipeline.transport._routes import MAIN
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule
 
 
-def check_arguments(
-    *,
-    stages: Any,
-    schedule: Any,
-    n_microbatches: Any,
-    ranks: Any,
-    transport: Any,
-    chunk: Any,
-    loss_fn: Any,
-    reports: Any,
-    mesh: Any,
-) -> None:
-    """Raise unless each argument has the right type."""
-    rules: list[tuple[bool, str, Any]] = [
-        (isinstance(stages, Mapping | nn.Module), "stages must be {index: module}, or a whole model", stages),
-        (isinstance(schedule, Schedule | str), 'schedule must be a Schedule, the name of one, or "auto"', schedule),
-        (_is_count(n_microbatches), "n_microbatches must be a number from 1 on", n_microbatches),
-        (_is_count(ranks), "ranks must be a number from 1 on", ranks),
-        (isinstance(transport, Transport | None), "transport must be a Transport", transport),
-        (isinstance(chunk, Chunk | Presplit | Replicate), "chunk must be Chunk(dim), Presplit() or Replicate()", chunk),
-        (loss_fn is None or callable(loss_fn), "loss_fn must be a function of output and target", loss_fn),
-        (mesh is None or hasattr(mesh, "get_group"), "mesh must be a DeviceMesh", mesh),
-        (reports is None or isinstance(reports, str | os.PathLike), "reports must be a folder", reports),
-    ]
-    for fits, rule, value in rules:
-        if not fits:
-            raise PipelineError(rule, got=f"{type(value).__name__} {value!r:.80}", fix="see the arguments of Pipeline")
-
-
 def _is_count(value: Any) -> bool:
     return value is None or (type(value) is int and value >= 1)
+
+
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "stages": ("be {index: module}, or a whole model", lambda value: isinstance(value, Mapping | nn.Module)),
+    "schedule": ('be a Schedule, the name of one, or "auto"', lambda value: isinstance(value, Schedule | str)),
+    "n_microbatches": ("be a number from 1 on", _is_count),
+    "ranks": ("be a number from 1 on", _is_count),
+    "transport": ("be a Transport", lambda value: isinstance(value, Transport | None)),
+    "chunk": ("be Chunk(dim), Presplit() or Replicate()", lambda value: isinstance(value, ChunkSpec)),
+    "loss_fn": ("be a function of output and target", lambda value: value is None or callable(value)),
+    "mesh": ("be a DeviceMesh", lambda value: value is None or hasattr(value, "get_group")),
+    "reports": ("be a folder", lambda value: isinstance(value, str | os.PathLike | None)),
+}
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Raise unless each of these arguments of ``Pipeline`` has the right type."""
+    for name, value in arguments.items():
+        rule, fits = _RULES[name]
+        if not fits(value):
+            got = f"{type(value).__name__} {value!r:.80}"
+            raise PipelineError(f"{name} must {rule}", got=got, fix="see the arguments of Pipeline")
 
 
 def check_placement(plan: BuildPlan, ranks: int, transport: Transport) -> None:

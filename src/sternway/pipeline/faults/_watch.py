@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
@@ -25,19 +24,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from sternway._torch import distributed
 from sternway.pipeline.faults._lost import LostRank, Position
 from sternway.pipeline.faults._signs import CLOSED, SignsOfLife
-
-
-@dataclass(frozen=True, slots=True)
-class StoreHolder:
-    """The process that holds the store.
-
-    Attributes:
-        name: for messages.
-        is_here: whether it is this process.
-    """
-
-    name: str
-    is_here: bool
 
 
 class Watch:
@@ -49,7 +35,8 @@ class Watch:
         rank: this rank.
         ranks: how many there are.
         heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost.
-        holder: who holds the store.
+        holder: the process that holds the store, in words.
+        holds_store: whether that is this process.
         wake: called once when a rank is lost, to wake the main thread.
 
     Attributes:
@@ -63,7 +50,8 @@ class Watch:
         rank: int,
         ranks: int,
         heartbeat_timeout: float,
-        holder: StoreHolder,
+        holder: str,
+        holds_store: bool,
         wake: Callable[[], None],
     ) -> None:
         self.lost: LostRank | None = None
@@ -71,7 +59,7 @@ class Watch:
         self._signs = SignsOfLife(PrefixStore(prefix, connection), rank, ranks, heartbeat_timeout)
         self._position: Callable[[], Position] = Position
         self._rank, self._timeout, self._interval = rank, heartbeat_timeout, self._signs.interval
-        self._holder, self._wake = holder, wake
+        self._holder, self._holds_store, self._wake = holder, holds_store, wake
         self._told: LostRank | None = None  # this rank's own failure
         self._answered = time.monotonic()
         self._decided, self._stop, self._hurry = threading.Event(), threading.Event(), threading.Event()
@@ -136,7 +124,7 @@ class Watch:
             except RuntimeError:  # what the store's client raises when the other side is gone
                 left = CLOSED in self._signs.last_seen().values()  # a rank closed its pipeline, and the store with it
                 if not self._stop.is_set() and not left:
-                    self._decide(LostRank(None, f"the store is gone, which {self._holder.name} held"))
+                    self._decide(LostRank(None, f"the store is gone, which {self._holder} held"))
                 return
             self._hurry.wait(self._interval / 2 if self._signs.suspicious else self._interval)
             self._hurry.clear()
@@ -159,7 +147,7 @@ class Watch:
 
     def _stay(self) -> None:
         """If the store ends with this process and a rank was lost: let the others hear of it first."""
-        if self.lost is None or not self._holder.is_here:
+        if self.lost is None or not self._holds_store:
             return
         end = time.monotonic() + 2 * self._interval + 1
         while not self._signs.all_confirmed(self.lost) and time.monotonic() < end:
@@ -169,7 +157,7 @@ class Watch:
         while not self._stop.wait(self._interval):
             silent = time.monotonic() - self._answered
             if silent > self._timeout:
-                what = f"the store, which {self._holder.name} holds, has not answered for {silent:.1f} s"
+                what = f"the store, which {self._holder} holds, has not answered for {silent:.1f} s"
                 self._decide(LostRank(None, what))
                 return
 

@@ -83,7 +83,7 @@ def resolve_ties(
 
 
 class Gradients:
-    """The gradients of this process's parameters: summed over ties, averaged over copies, with a norm over all ranks."""
+    """The gradients of this process's parameters: summed over ties, averaged over copies, measured over all ranks."""
 
     def __init__(
         self,

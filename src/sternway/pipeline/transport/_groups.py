@@ -21,7 +21,7 @@ from sternway._torch import distributed
 from sternway.errors import LostRankError, PipelineError
 from sternway.pipeline.faults import _sockets
 from sternway.pipeline.faults._lost import LostRank
-from sternway.pipeline.faults._watch import StoreHolder, Watch
+from sternway.pipeline.faults._watch import Watch
 
 
 class ProcessGroups:
@@ -59,7 +59,7 @@ class ProcessGroups:
                 list(watched).index(dist.get_rank()),
                 len(watched),
                 heartbeat_timeout,
-                _store_holder(),
+                *_store_holder(),
                 self.wake,
             )
 
@@ -155,7 +155,8 @@ def _new_prefix(store: Any, watched: Sequence[int]) -> str:
     return f"sternway/{store.compare_set(f'{here}/name/{number}', '', uuid.uuid4().hex).decode()}"
 
 
-def _store_holder() -> StoreHolder:
+def _store_holder() -> tuple[str, bool]:
+    """The process that holds the store, and whether it is this one."""
     if distributed.agent_holds_store():
-        return StoreHolder("torchrun's agent", is_here=False)
-    return StoreHolder("global rank 0", is_here=dist.get_rank() == 0)
+        return "torchrun's agent", False
+    return "global rank 0", dist.get_rank() == 0
