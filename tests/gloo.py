@@ -54,7 +54,7 @@ def _rank(
         raise SystemExit(1) from None
 
 
-def on_ranks(world: int, function: Callable[..., None], *arguments: Any, timeout: float = 120) -> None:
+def on_ranks(world: int, function: Callable[..., None], *arguments: Any, timeout: float = 600) -> None:
     """Call ``function(rank, *arguments)`` on ``world`` processes; raise the first rank's error, if any."""
     context = processes()
     errors = context.SimpleQueue()

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from sternway import graph, hooks, pipeline, schedule, split, viewer
 from sternway.cli import app
 from sternway.errors import CheckpointError, SternwayError
-from sternway.pipeline import _checkpoint_files as files
-from sternway.pipeline._checkpoint_tensors import read_description
+from sternway.pipeline.checkpoint import _files as files
+from sternway.pipeline.checkpoint._tensors import read_description
 
 JUNK: dict[str, Any] = {
     "None": None,

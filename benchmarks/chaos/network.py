@@ -114,12 +114,14 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-def story(folder: Path, steps: int, cuts: list[float], limit: float = 240.0) -> dict[str, Any]:
+def story(
+    folder: Path, steps: int, cuts: list[float], limit: float = 240.0, heartbeat_timeout: float = 5
+) -> dict[str, Any]:
     """Train ``steps`` steps; the link is cut each time that some more are saved."""
     saved = folder / "checkpoints"
     with TwoMachines() as machines:
-        arguments = ["--steps", str(steps), "--checkpoint", str(saved), "--save-every", "2", "--heartbeat-timeout", "5"]
-        arguments += ["--dim", "32", "--microbatches", "4"]
+        arguments = ["--steps", str(steps), "--checkpoint", str(saved), "--save-every", "2"]
+        arguments += ["--dim", "32", "--microbatches", "4", "--heartbeat-timeout", str(heartbeat_timeout)]
         started = [machines.start(number, folder / f"machine-{number}.log", *arguments) for number in range(2)]
         end = time.monotonic() + limit
         try:
