@@ -505,7 +505,7 @@ def test_a_backward_inside_a_compiled_node_is_an_ordinary_one() -> None:
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    from sternway.split._compiled._backend import sternway
+    from sternway.split.compiled._backend import sternway
 
     fast = torch.compile(nn.Linear(2, 2), backend=sternway, **options)
     with pytest.raises(Exception, match=message):
@@ -513,7 +513,7 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_without_a_compiler_there_is_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sternway.split._compiled import _backend
+    from sternway.split.compiled import _backend
 
     monkeypatch.setattr(_backend.shutil, "which", lambda name: None)
     fast = torch.compile(nn.Linear(2, 2), backend=_backend.sternway)

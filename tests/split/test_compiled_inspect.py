@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from compiled import compiled
 from sternway import graph, split
 from sternway.errors import SplitError
-from sternway.split._compiled._cut import halve
+from sternway.split.compiled._cut import halve
 
 pytestmark = pytest.mark.filterwarnings("default:::torch")  # Dynamo and Inductor warn of themselves
 

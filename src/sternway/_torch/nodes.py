@@ -31,9 +31,8 @@ class _Gone:
     """In the place of a type that this torch does not have; no object is of it."""
 
 
-def _node_type(name: str) -> type:
-    found: type = getattr(getattr(torch._C, "_functions", None), name, _Gone)
-    return found
+def _node_type(name: str) -> Any:  # Any: mypy would take a node of an unknown type for an object
+    return getattr(getattr(torch._C, "_functions", None), name, _Gone)
 
 
 # Types, not names: torch makes a type's name anew each time it is asked for.
@@ -41,7 +40,7 @@ ACCUMULATE_GRAD = _node_type("AccumulateGrad")  # of a leaf, which it has as `va
 T = _node_type("TBackward0")  # tensor.t()
 TRANSPOSE = _node_type("TransposeBackward0")
 TO_COPY = _node_type("ToCopyBackward0")  # tensor.to(dtype)
-CHECKPOINT_HOLDER: type = getattr(checkpoint, "_Holder", _Gone)
+CHECKPOINT_HOLDER: Any = getattr(checkpoint, "_Holder", _Gone)
 """What ``torch.utils.checkpoint`` packs a saved tensor as, where ``use_reentrant=False``."""
 
 transposed_dims: Callable[[Any], tuple[int, int]] = attrgetter("_saved_dim0", "_saved_dim1")

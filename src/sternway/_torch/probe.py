@@ -20,7 +20,7 @@ from sternway.errors import SternwayError, UnsupportedTorch
 Feature = Literal["hooks", "saved", "state", "split", "split.compiled", "split.install", "graph", "pipeline"]
 """What a user loses where a probe fails."""
 
-_AREAS = ("autograd", "nodes", "saved_hooks", "compile", "tracing", "distributed")
+_AREAS = ("autograd", "nodes", "saved_hooks", "compile", "tracing", "distributed", "parallel")
 
 
 @dataclass(frozen=True, slots=True)
