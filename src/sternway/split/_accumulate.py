@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway._torch.autograd import accumulate_hooks, add_each, tensor_hooks
+from sternway._torch.parallel import in_process_group
 from sternway.errors import PendingError
 from sternway.split._part import Node, Part
 
@@ -209,6 +210,6 @@ def _run_node_hooks(parameters: list[Tensor]) -> None:
     DDP's reducer is one: it reduces a bucket when the AccumulateGrad node of each of its parameters has run. An
     undefined gradient runs the node and its hooks, and adds nothing to ``.grad``.
     """
-    if parameters and torch.distributed.is_available() and torch.distributed.is_initialized():
+    if parameters and in_process_group():
         with torch.enable_grad():
             _Undefined.apply(*parameters).backward()  # type: ignore[no-untyped-call]  # Function.apply is untyped
