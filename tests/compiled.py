@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from compare import assert_split_equals_backward
 from sternway.split import Pending
-from sternway.split._compiled._backend import sternway
+from sternway.split.compiled._backend import sternway
 
 
 def compiled(what: Any, inner: str = "eager", **options: Any) -> Any:

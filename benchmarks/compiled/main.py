@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import gpt, llama
 
 from sternway import split
-from sternway.split._compiled._backend import sternway
+from sternway.split.compiled._backend import sternway
 
 Seconds = tuple[float, float, float]  # F, I, W
 

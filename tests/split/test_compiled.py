@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from models import gpt
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
 from torch.utils.checkpoint import checkpoint
 
 from compare import assert_same_grads, names, twin
 from compiled import assert_compiled_equals_backward, compiled
 from sternway import split
-from sternway.errors import PendingError, SplitError
+from sternway._torch.compile import forbid_donation
+from sternway.errors import PendingError, SplitError, UnsupportedTorch
 
 pytestmark = pytest.mark.filterwarnings("default:::torch")  # Dynamo and Inductor warn of themselves
 
@@ -45,7 +48,7 @@ def test_i_computes_no_product_of_w() -> None:
     pending = assert_compiled_equals_backward(model, x_of(5, 4))
     assert names(model, pending.deferred) == {"up.weight", "up.bias", "down.weight", "down.bias"}
     (graphs,) = split.inspect(model)
-    products = [[step for step in graph.steps if step.op.startswith("aten.mm")] for graph in (graphs.I, graphs.W)]
+    products = [[node for node in graph.nodes if node.op.startswith("aten.mm")] for graph in (graphs.I, graphs.W)]
     assert [len(found) for found in products] == [2, 2]
     assert (graphs.early, graphs.late) == (2, 4)
 
@@ -454,7 +457,7 @@ def test_a_change_in_place_is_noticed() -> None:
     _, pending = split.backward_input(fast(x).sum())
     with torch.no_grad():
         x.add_(1)
-    with pytest.raises(PendingError, match="what I leaves for W stays as it is"):
+    with pytest.raises(PendingError, match=r"must not be changed in place.* got a changed input of a compiled W"):
         pending.run()
 
 
@@ -498,14 +501,14 @@ def test_a_backward_inside_a_compiled_node_is_an_ordinary_one() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"options": {"inner": "tvm"}}, r'"inner"\] is "inductor" or "eager"; got \'tvm\''),
-        ({"options": {"inner": "eager", "max_autotune": True}}, 'inner="eager" has none'),
-        ({"mode": "reduce-overhead"}, "CUDA graphs keep one call's memory"),
+        ({"options": {"inner": "tvm"}}, r'"inner"\] must be "inductor" or "eager"; got \'tvm\''),
+        ({"options": {"inner": "eager", "max_autotune": True}}, 'inner="eager" cannot take a mode or other options'),
+        ({"mode": "reduce-overhead"}, "CUDA graphs cannot be split"),
         ({"options": {"no_such_setting": 1}}, "no_such_setting"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], message: str) -> None:
-    from sternway.split._compiled._backend import sternway
+    from sternway.split.compiled._backend import sternway
 
     fast = torch.compile(nn.Linear(2, 2), backend=sternway, **options)
     with pytest.raises(Exception, match=message):
@@ -513,9 +516,20 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 
 
 def test_without_a_compiler_there_is_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sternway.split._compiled import _backend
+    from sternway.split.compiled import _backend
 
     monkeypatch.setattr(_backend.shutil, "which", lambda name: None)
     fast = torch.compile(nn.Linear(2, 2), backend=_backend.sternway)
     with pytest.warns(UserWarning, match=r"no C\+\+ compiler"):
         fast(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_torch_that_does_not_say_what_is_overwritten_is_refused() -> None:
+    """Inductor then overwrites saved tensors that W needs, and the gradients are silently wrong."""
+    context = TracingContext(None)
+    context.fw_metadata = SimpleNamespace()
+    with (
+        tracing(context),
+        pytest.raises(UnsupportedTorch, match=r"bw_donated_idxs .* got a SimpleNamespace without it"),
+    ):
+        forbid_donation()

@@ -9,7 +9,8 @@ No other room touches a private name of torch; ``tests/test_seam.py`` holds that
     saved_hooks   the stack of saved-tensor hooks, checkpoints' frames
     compile       AOTAutograd, Inductor
     tracing       Dynamo and functionalization, for what runs inside compiled code
-    distributed   process groups, stores, FSDP, DDP, torch.distributed.pipelining
+    distributed   process groups, stores
+    parallel      what FSDP, DDP, checkpoints and torch.distributed.pipelining put into a backward
 
 A *probe* is a tiny real use that says whether a name still does what we need. A feature calls ``require`` when it is
 first used: that runs its probes once, and raises ``UnsupportedTorch`` with the name if one fails. ``sternway doctor``

@@ -356,11 +356,20 @@ def _raw_of_functions() -> bool:
 
 
 @probe(
-    "torch.utils.checkpoint._Holder: handles",
-    expected="marks a recomputed tensor as read, once in a backward",
+    "torch.utils.checkpoint._Holder",
+    expected="is what a checkpoint packs a saved tensor as",
     features=("split", "graph"),
 )
 def _holder() -> bool:
+    return CHECKPOINT_HOLDER().handles == {}
+
+
+@probe(
+    "torch.utils.checkpoint._Holder.handles",
+    expected="marks a recomputed tensor as read, once in a backward",
+    features=("split.checkpoint",),
+)
+def _holder_reads() -> bool:
     left, right = _matrix(2, 2), _matrix(2, 2)
     output = checkpoint.checkpoint(torch.mm, left, right, use_reentrant=False, preserve_rng_state=False)
     node: Any = output.grad_fn

@@ -24,6 +24,8 @@ Feature = Literal[
     "state",
     "state.compiled",
     "split",
+    "split.checkpoint",  # apart, and the next too: their probes import Dynamo and FSDP, which takes seconds
+    "split.parallel",
     "split.compiled",
     "split.install",
     "graph",
@@ -31,7 +33,7 @@ Feature = Literal[
 ]
 """What a user loses where a probe fails."""
 
-_AREAS = ("autograd", "failures", "dispatch", "nodes", "saved_hooks", "compile", "tracing", "distributed")
+_AREAS = ("autograd", "failures", "dispatch", "nodes", "saved_hooks", "compile", "tracing", "distributed", "parallel")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,26 +9,30 @@ Example:
     >>> pending.run()                                                    # W: the weights', into .grad
 """
 
-from sternway.split import _known  # noqa: F401 - fills the table of rules
 from sternway.split._backward import backward_input
-from sternway.split._compiled._inspect import inspect
-from sternway.split._compiled._report import CompiledGraph, CompiledGraphs, Step
 from sternway.split._install import install, uninstall
 from sternway.split._later import Later, Product
 from sternway.split._pending import Pending
+from sternway.split._preview import DeferredNode, Preview, preview
 from sternway.split._rules import rule
 from sternway.split._stage import stage_backward, stage_backward_input, stage_backward_weight
+from sternway.split.compiled._inspect import inspect
+from sternway.split.compiled._report import CompiledGraph, CompiledGraphs, CompiledNode
+from sternway.split.eager import _known  # noqa: F401 - fills the table of rules
 
 __all__ = [
     "CompiledGraph",
     "CompiledGraphs",
+    "CompiledNode",
+    "DeferredNode",
     "Later",
     "Pending",
+    "Preview",
     "Product",
-    "Step",
     "backward_input",
     "inspect",
     "install",
+    "preview",
     "rule",
     "stage_backward",
     "stage_backward_input",

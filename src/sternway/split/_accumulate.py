@@ -1,27 +1,172 @@
-"""W without the engine: parts straight into the ``.grad`` of parameters that nobody watches.
+"""The accumulator: takes weight gradients in W, and adds them to ``.grad``.
 
-On a CPU, matrix products are written down first and done after: between two of them Python then has a single call to
-make, and while it sorts and checks, its own code stays in the processor's cache. A GPU is sent each as soon as it is
-known, and works on it meanwhile. What a policy has packed is brought back one by one, as its turn comes.
+A parameter without hooks gets its gradient straight into ``.grad``. Any other takes it from the autograd engine, as in
+an ordinary backward: the engine runs whatever lies between a part and the parameter (a slice, ``W + A @ B``), the
+hooks, and the accumulation. Parts that end in the same parameter go through one engine call, so that its hooks run
+once, on the whole gradient.
+
+On a CPU, matrix products are queued and run by ``flush()``: Python has a single call to make between two of them, and
+its own code stays in the processor's cache while it prepares the queue. On a GPU each is launched at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from sternway.split._later import Product
-from sternway.split._part import Part
+from sternway._torch.autograd import accumulate_hooks, add_each, tensor_hooks
+from sternway._torch.parallel import in_process_group
+from sternway.errors import PendingError
+from sternway.split._part import Node, Part
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 
 
-def unwatched(parameter: Tensor) -> bool:
-    """Whether ``.grad`` can be written without the engine: no Python hooks, and tensors of the ordinary kind."""
-    if type(parameter) not in _ORDINARY or parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+@dataclass(slots=True)
+class EngineCall:
+    """Parts that go through one engine call, since they share a parameter or a hook."""
+
+    leaves: dict[Node, None]
+    parts: list[Part]
+
+
+class Accumulator:
+    """Adds gradients to the ``.grad`` of leaves, for one W.
+
+    Ask ``writes(leaf)`` first. Where it says yes, call ``add_value`` or ``add_product`` for the leaf's parameter;
+    where no, ``queue`` the parts.
+
+    Args:
+        leaves: every leaf of this W.
+    """
+
+    def __init__(self, leaves: Iterable[Node]) -> None:
+        self._leaves = leaves
+        self._anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        self._steps: list[Callable[[], object]] = []  # run from the last to the first
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # by id of .grad: what is added to it, all in one call
+        self._written: list[Tensor] = []
+        self._calls: deque[EngineCall] = deque()
+        self._hooked = EngineCall({}, [])  # a hook may be on several parameters: all of them in one call
+        self._call_of: dict[Node, EngineCall] = {}
+
+    def writes(self, leaf: Node) -> bool:
+        """Whether the leaf's ``.grad`` can be written without the engine."""
+        parameter = leaf.variable
+        if self._anomaly or leaf in self._call_of or not parameter.requires_grad or not _is_plain(parameter):
+            return False
+        self._written.append(parameter)
+        return True
+
+    def add_product(self, parameter: Tensor, left: Tensor, right: Tensor, scale: complex = 1) -> None:
+        """Add ``scale * left @ right`` to ``parameter.grad``."""
+        total = parameter.grad
+        if total is None or not _takes_product(total, left, right):
+            value = left @ right
+            self.add_value(parameter, value if scale == 1 else value.mul_(scale))
+            return
+        add = total.addmm_ if total.ndim == 2 else total.baddbmm_
+        step = partial(add, left, right) if scale == 1 else partial(add, left, right, alpha=scale)
+        if total.is_cpu:
+            self._steps.append(step)
+        else:
+            step()
+
+    def add_value(self, parameter: Tensor, value: Tensor) -> None:
+        """Add ``value`` to ``parameter.grad``; if that is None, ``value`` may become it, and must be nobody else's."""
+        total, shape = parameter.grad, parameter.shape
+        if value.shape != shape:
+            value = value.sum(0) if value.shape[1:] == shape else value.sum_to_size(shape)
+        if total is None:
+            parameter.grad = value if value.layout != torch.strided else _like_parameter(value, parameter)
+        elif total.layout != torch.strided:  # an earlier sparse gradient
+            parameter.grad = value + total
+        elif value.dtype == total.dtype and value.layout == torch.strided and id(total) not in self._sums:
+            self._sums[id(total)] = (total, value)
+        else:  # one call must not write to the same tensor twice
+            total.add_(value)
+
+    def postpone(self, step: Callable[[], object]) -> None:
+        """Call ``step`` in ``flush()``; it may add more."""
+        self._steps.append(step)
+
+    def flush(self) -> None:
+        """Run what ``add_product``, ``add_value`` and ``postpone`` have queued."""
+        steps = self._steps
+        while steps:
+            steps.pop()()
+        if self._sums:
+            sums = self._sums.values()
+            add_each([total for total, _ in sums], [value for _, value in sums])
+            self._sums.clear()
+
+    def queue_call(self, call: EngineCall) -> None:
+        """Let parts go through the engine; later parts of the same leaves will join them."""
+        self._calls.append(call)
+        self._call_of.update(dict.fromkeys(call.leaves, call))
+
+    def queue(self, leaf: Node, parts: list[Part]) -> None:
+        """Let parts of one leaf go through the engine."""
+        parameter, call = leaf.variable, self._call_of.get(leaf)
+        if call is not None:
+            call.parts += parts
+        elif not parameter.requires_grad:  # frozen since the forward
+            return
+        elif tensor_hooks(parameter):
+            self._call_of[leaf] = self._hooked
+            self._hooked.leaves[leaf] = None
+            self._hooked.parts += parts
+        else:
+            self.queue_call(EngineCall({leaf: None}, parts))
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors that parts which have yet to go through the engine hold."""
+        calls = (*self._calls, self._hooked)
+        return [tensor for call in calls for part in call.parts for tensor in part.tensors()]
+
+    def finish(self) -> None:
+        """Make the engine calls, and run the hooks on AccumulateGrad nodes."""
+        calls = self._calls
+        if self._hooked.parts:
+            calls.append(self._hooked)
+        if calls:
+            # A hook may run an optimizer, which changes parameters: what is made from one is computed before.
+            parameters = [leaf.variable for leaf in self._leaves]
+            addresses = {each.data_ptr() for each in parameters if each.layout == torch.strided}
+            for call in calls:
+                for part in call.parts:
+                    part.compute_if_made_from(addresses)
+        while calls:
+            self._run(calls.popleft())
+        _run_node_hooks(list({id(parameter): parameter for parameter in self._written}.values()))
+
+    def _run(self, call: EngineCall) -> None:
+        edges, values = [], []
+        while call.parts:
+            part = call.parts.pop(0)
+            part.unpack()
+            edges.append(GradientEdge(*part.edge))
+            values.append(part.value_at_edge())
+        if self._anomaly and any(value.isnan().any() for value in values):
+            shapes = ", ".join(str(tuple(leaf.variable.shape)) for leaf in call.leaves)
+            raise PendingError(
+                "W must not compute nan under detect_anomaly",
+                got=f"nan in the gradient of the parameter of shape {shapes}",
+                fix="look for the operation in the forward whose output goes into this parameter's matrix product",
+            )
+        torch.autograd.backward(edges, values)
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Whether a parameter has no Python hooks, and it and its ``.grad`` are ordinary dense tensors."""
+    if type(parameter) not in _ORDINARY or tensor_hooks(parameter) or accumulate_hooks(parameter):
         return False
     grad, dtype = parameter.grad, parameter.dtype
     if grad is None:
@@ -29,101 +174,42 @@ def unwatched(parameter: Tensor) -> bool:
     return type(grad) is Tensor and grad.layout == torch.strided and grad.dtype == dtype and not grad.requires_grad
 
 
-class Work:
-    """Additions to ``.grad``: ``add`` does what it can at once and writes down the rest, ``do`` does that."""
-
-    def __init__(self) -> None:
-        self._steps: list[Callable[[], object]] = []  # done last first
-        self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # plain sums, all done in one call
-
-    def add(self, parameter: Tensor, parts: list[Part]) -> None:
-        for part in parts:
-            if part.is_packed:
-                self._steps.append(partial(self._unpack_and_add, parameter, part))
-                continue
-            part.check()
-            product = _product(parameter, part)
-            if product is None:
-                self._add_value(parameter, part)
-            elif parameter.is_cpu:
-                self._steps.append(product)
-            else:
-                product()
-
-    def do(self) -> None:
-        steps = self._steps
-        while steps:
-            steps.pop()()
-        if self._sums:
-            totals, values = zip(*self._sums.values(), strict=True)
-            torch._foreach_add_(totals, values)
-
-    def _unpack_and_add(self, parameter: Tensor, part: Part) -> None:
-        part.ready()
-        product = _product(parameter, part)
-        if product is not None:
-            product()
-        else:
-            self._add_value(parameter, part)
-
-    def _add_value(self, parameter: Tensor, part: Part) -> None:
-        value, total, shape = part.value(part.transposed and parameter.ndim > 1), parameter.grad, parameter.shape
-        if value.shape != shape:
-            value = value.sum(0) if value.shape[1:] == shape else value.sum_to_size(shape)
-        if total is None:
-            parameter.grad = _own(value, parameter, part)
-        elif total.layout != torch.strided:  # a sparse gradient before
-            parameter.grad = value + total
-        elif value.dtype == total.dtype and value.layout == torch.strided and id(total) not in self._sums:
-            self._sums[id(total)] = (total, value)
-        else:  # one call must not write twice to one place
-            total.add_(value)
+def _takes_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
+    """Whether ``addmm_`` or ``baddbmm_`` can add to ``total``. Under autocast not: it is 32-bit, the factors 16-bit."""
+    dtype, ndim = total.dtype, total.ndim
+    if left.dtype != dtype or right.dtype != dtype or total.layout != torch.strided:
+        return False
+    return left.ndim == ndim == right.ndim and ndim in (2, 3)
 
 
-def _product(parameter: Tensor, part: Part) -> Callable[[], Tensor] | None:
-    """The part as a matrix product straight into ``.grad``, if it can be one."""
-    total, later = parameter.grad, part.later
-    if total is None or not isinstance(later, Product):
-        return None
-    return later.adding(total, part.grad, part.transposed)
-
-
-def accumulate(parameters: list[Tensor], values: list[Tensor | tuple[Tensor, Tensor]]) -> None:
-    """Add to the gradients of parameters that nobody watches values that are nobody else's, or products of two."""
-    totals, added = [], []
-    for parameter, value in zip(parameters, values, strict=True):
-        total = parameter.grad
-        if isinstance(value, tuple):
-            if total is None:
-                parameter.grad = _laid_out(torch.matmul(*value), parameter)
-            elif total.ndim == 2:
-                total.addmm_(*value)
-            else:
-                total.baddbmm_(*value)
-        elif total is None:
-            parameter.grad = _laid_out(value, parameter)
-        else:
-            totals.append(total)
-            added.append(value)
-    if totals:
-        torch._foreach_add_(totals, added)
-
-
-def _own(value: Tensor, parameter: Tensor, part: Part) -> Tensor:
-    """``value`` as a first ``.grad``: of the parameter's type and layout, and sharing memory with nothing."""
-    if value.layout != torch.strided:
-        return value.clone() if part.later is None else value
-    if value.untyped_storage().data_ptr() in {
-        tensor.untyped_storage().data_ptr() for tensor in part.tensors() if tensor.layout == torch.strided
-    }:
-        value = value.clone(memory_format=torch.preserve_format)
-    return _laid_out(value, parameter)
-
-
-def _laid_out(value: Tensor, parameter: Tensor) -> Tensor:
-    """``value`` in the parameter's type and layout, as autograd's first ``.grad`` is."""
+def _like_parameter(value: Tensor, parameter: Tensor) -> Tensor:
+    """``value`` in the parameter's dtype and strides, as autograd makes a first ``.grad``."""
     dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
     if value.dtype == parameter.dtype and (value.stride() == parameter.stride() if dense else value.is_contiguous()):
         return value
     like = torch.empty_like(parameter) if dense else torch.empty_like(parameter, memory_format=torch.contiguous_format)
     return like.copy_(value)
+
+
+class _Undefined(torch.autograd.Function):
+    """A node whose backward sends each parameter's AccumulateGrad node an undefined gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.count = len(parameters)
+        return parameters[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return (None,) * ctx.count
+
+
+def _run_node_hooks(parameters: list[Tensor]) -> None:
+    """Run the C++ hooks on AccumulateGrad nodes of parameters whose ``.grad`` was written without the engine.
+
+    DDP's reducer is one: it reduces a bucket when the AccumulateGrad node of each of its parameters has run. An
+    undefined gradient runs the node and its hooks, and adds nothing to ``.grad``.
+    """
+    if parameters and in_process_group():
+        with torch.enable_grad():
+            _Undefined.apply(*parameters).backward()  # type: ignore[no-untyped-call]  # Function.apply is untyped

@@ -1,21 +1,18 @@
 """One line that makes torch.distributed.pipelining's schedules use our split.
 
 torch's stages look the three functions up in their own module, ``torch.distributed.pipelining.stage``; that is where
-they are swapped. The originals stay in ``…pipelining._backward``, so undoing needs no memory.
+they are replaced. The originals stay in another module, so ``uninstall()`` needs no record of them.
 """
 
 from __future__ import annotations
 
-import inspect
 from types import ModuleType, TracebackType
 
 import torch
 
+from sternway._torch import parallel, require
 from sternway.errors import UnsupportedTorch
 from sternway.split import _stage
-
-KNOWN_TORCH = ("2.11", "2.12", "2.13")
-NAMES = ("stage_backward", "stage_backward_input", "stage_backward_weight")
 
 
 class install:  # noqa: N801 - reads as the verb it is: `with split.install():`
@@ -27,22 +24,13 @@ class install:  # noqa: N801 - reads as the verb it is: `with split.install():`
         ...     schedule.step(inputs)                              # doctest: +SKIP
 
     Raises:
-        UnsupportedTorch: this torch's pipelining is not one we know; nothing is changed.
+        UnsupportedTorch: this torch's functions have other parameters; nothing is changed.
     """
 
     def __init__(self) -> None:
-        stage, backward = _modules()
+        stage, _ = _modules()
         self._nested = stage.stage_backward is _stage.stage_backward
-        for name in NAMES:
-            theirs = list(inspect.signature(getattr(backward, name)).parameters)
-            ours = list(inspect.signature(getattr(_stage, name)).parameters)
-            if theirs != ours:
-                raise UnsupportedTorch(
-                    f"{name} has the parameters {', '.join(ours)}",
-                    got=", ".join(theirs) + f" in torch {torch.__version__}",
-                    fix="call split.backward_input from the training loop instead",
-                )
-        for name in NAMES:
+        for name in parallel.STAGE_FUNCTIONS:
             setattr(stage, name, getattr(_stage, name))
 
     def __enter__(self) -> install:
@@ -56,26 +44,18 @@ class install:  # noqa: N801 - reads as the verb it is: `with split.install():`
 
 
 def uninstall() -> None:
-    """Give torch.distributed.pipelining its own split back."""
+    """Make torch.distributed.pipelining use its own split again."""
     stage, backward = _modules()
-    for name in NAMES:
+    for name in parallel.STAGE_FUNCTIONS:
         setattr(stage, name, getattr(backward, name))
 
 
 def _modules() -> tuple[ModuleType, ModuleType]:
-    release = ".".join(torch.__version__.split(".")[:2])
-    if release not in KNOWN_TORCH:
-        raise UnsupportedTorch(
-            f"install() knows torch {', '.join(KNOWN_TORCH)}",
-            got=torch.__version__,
-            fix="use one of those, or call split.backward_input from the training loop",
-        )
     if not torch.distributed.is_available():
         raise UnsupportedTorch(
-            "install() needs a torch with torch.distributed",
-            got="one built without it",
+            "install() must have a torch that is built with torch.distributed",
+            got=f"torch {torch.__version__} without it",
             fix="install another build",
         )
-    from torch.distributed.pipelining import _backward, stage
-
-    return stage, _backward
+    require("split.install")
+    return parallel.pipelining()

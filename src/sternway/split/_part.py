@@ -1,26 +1,94 @@
-"""A cut, where I and W part, and the parts of W that come of it: planned, then read, then given their gradient."""
+"""A cut, where the backward divides into I and W, and the parts of W that begin there.
+
+A part goes through three states: planned (an operand of a cut, and its rule), read (the rule has read the saved tensors
+that W needs), and complete (I has computed the gradient of the cut's output).
+
+A rule reads saved tensors that the node itself reads when it runs. Hooks may have packed them:
+
+- no hooks: the rule and the node read the same tensor.
+- ``torch.utils.checkpoint`` (``use_reentrant=False``): the first read recomputes the region, and each tensor may be
+  read once in a backward. The rule reads just before the engine runs the node, so that there is one recomputation, at
+  its usual time; a second read is allowed for it.
+- ``sternway.saved``: the rule gets the packed object, and W unpacks it.
+- other hooks (``save_on_cpu``, a user's own): unpacking may be slow, and may count. The node unpacks what it saved even
+  if only its input gradient is asked for, so deferring would unpack twice. Such a node runs whole in I.
+"""
 
 from __future__ import annotations
 
+from enum import Enum
+from typing import Any
+
 from torch import Tensor
 
+from sternway._torch import require
+from sternway._torch.autograd import gradient_slots, version_of
+from sternway._torch.nodes import ACCUMULATE_GRAD, CHECKPOINT_HOLDER, allow_more_reads, packed_by_hooks, raw_data
 from sternway.errors import PendingError
 from sternway.saved import Packed, Policy
 from sternway.split._later import Later
 from sternway.split._rules import RuleFunction
-from sternway.split._saved import Packing, Unopened, read_again
-from sternway.split._target import Edge, Node, leaves_behind
+
+Node = Any  # an autograd node; torch.autograd.graph.Node lacks `variable`
+Edge = tuple[Node, int]  # a node, and which of its outputs
+
+
+def leaves_behind(edge: Edge) -> list[Node]:
+    """Every leaf (AccumulateGrad node) that ``edge`` leads to."""
+    found: dict[Node, None] = {}
+    stack, seen = [edge[0]], {edge[0]}
+    while stack:
+        node = stack.pop()
+        if type(node) is ACCUMULATE_GRAD:
+            found[node] = None
+        new = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= new
+        stack += new
+    return list(found)
+
+
+class Packing(Enum):
+    """Which hooks packed a node's saved tensors."""
+
+    NONE = 0
+    CHECKPOINT = 1
+    OURS = 2
+    FOREIGN = 3
+
+
+def packing(node: Node) -> Packing:
+    """Which hooks packed the node's saved tensors; FOREIGN if they are of several kinds."""
+    packed = packed_by_hooks(node)
+    if not packed:
+        return Packing.NONE
+    if all(isinstance(data, CHECKPOINT_HOLDER) for data in packed):
+        require("split.checkpoint")
+        return Packing.CHECKPOINT
+    if all(isinstance(data, Packed) for data in packed):
+        return Packing.OURS
+    return Packing.FOREIGN
+
+
+class _KeptPacked:
+    """A node whose saved tensors are read without unpacking what ``sternway.saved`` packed."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def __getattr__(self, name: str) -> Any:
+        data = raw_data(self._node, name)
+        return data if isinstance(data, Packed) else getattr(self._node, name)
 
 
 class Part:
-    """One contribution to a parameter: ``later`` of ``grad``, or ``grad`` itself.
+    """One term of a parameter's gradient: ``later.gradient(grad)``, or ``grad`` itself.
 
     Args:
-        edge: where the contribution goes.
-        leaf: the parameter's AccumulateGrad node, if the edge leads straight to one.
-        transposed: whether the parameter is the transpose of what the contribution is to.
-        position: of the operand among those of the cut.
-        rule: what tells from the cut's node how the contribution is computed.
+        edge: where in the graph it goes.
+        leaf: the parameter's AccumulateGrad node, if the edge leads straight to it.
+        transposed: whether the parameter is the transpose of the operand.
+        position: the operand's index in ``node.next_functions`` of the cut.
+        rule: reads ``later`` off the cut's node.
     """
 
     __slots__ = ("edge", "grad", "later", "leaf", "packed", "position", "rule", "transposed", "version")
@@ -42,22 +110,27 @@ class Part:
         self.position = position
         self.rule = rule
         self.later: Later | None = None
-        self.packed: Packed | None = None  # in place of grad, if a policy has it
+        self.packed: Packed | None = None  # stands for grad, while a policy has it
 
     @classmethod
     def of_leaf(cls, leaf: Node, grad: Tensor, later: Later | None = None) -> Part:
-        """A contribution that is there already, or is made by ``later``."""
+        """A complete part that goes straight to a leaf."""
         part = cls((leaf, 0), leaf)
         part.later = later
-        part.grad, part.version = grad, grad._version
+        part.grad, part.version = grad, version_of(grad)
         return part
 
     def leaves(self) -> list[Node]:
-        """Every leaf that the contribution reaches."""
+        """Every leaf that the part contributes to."""
         return [self.leaf] if self.leaf is not None else leaves_behind(self.edge)
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that are held for W."""
+        grad = [self.grad] if self.packed is None else self.packed.tensors()
+        return (*grad, *(self.later.tensors() if self.later is not None else ()))
+
     def pack(self, policy: Policy) -> None:
-        """Let a policy have what is held."""
+        """Pack the tensors that are held, until ``unpack()``."""
         if self.packed is None:
             self.check()
             self.packed = policy.pack(self.grad)
@@ -67,58 +140,56 @@ class Part:
 
     @property
     def is_packed(self) -> bool:
-        """Whether a policy has some of what W needs."""
+        """Whether some of what is held is packed."""
         return self.packed is not None or (self.later is not None and self.later.is_packed)
 
-    def ready(self) -> None:
-        """Bring back what is packed, and check."""
+    def unpack(self) -> None:
+        """Unpack what is packed, and check that nothing was changed."""
         if self.packed is not None:
             self.grad, self.packed = self.packed.unpack(), None
-            self.version = self.grad._version
+            self.version = version_of(self.grad)
         if self.later is not None:
             self.later.unpack()
         self.check()
 
     def check(self) -> None:
-        """Raise if what W needs was changed since I, as autograd does for what it saves."""
-        if self.grad._version != self.version or (self.later is not None and self.later.was_changed()):
+        """Raise PendingError if a tensor was changed in place since I, as autograd does for saved tensors."""
+        grad_changed = self.packed is None and version_of(self.grad) != self.version
+        if grad_changed or (self.later is not None and self.later.was_changed()):
             raise PendingError(
-                "what I leaves for W stays as it is",
-                got=f"a tensor of shape {tuple(self.grad.shape)}, or what it is multiplied with, changed in place",
-                fix="change a copy, or run W first",
+                "a tensor that W needs must not be changed in place between I and W",
+                got=f"a changed gradient of shape {tuple(self.grad.shape)}, or a changed operand of its node",
+                fix="change a copy, or call pending.run() first",
             )
 
     def value(self, transposed: bool = False) -> Tensor:
+        """The operand's gradient, its last two dimensions swapped if ``transposed``."""
         if self.later is not None:
             return self.later.gradient(self.grad, transposed)
         return self.grad.mT if transposed else self.grad
 
-    def compute_if_from(self, storages: set[int]) -> None:
-        """Compute the value now, if it is made from one of these storages."""
-        if self.later is not None and any(kept.data_ptr() in storages for kept in self.later.tensors()):
-            self.ready()
-            self.grad, self.later = self.reduced(), None
-            self.version = self.grad._version
-
-    def reduced(self) -> Tensor:
-        """The value, summed over whatever dimensions its operand was broadcast in."""
+    def value_at_edge(self) -> Tensor:
+        """The operand's gradient, summed over broadcast dimensions, as the engine takes it."""
         node, index = self.edge
-        value, shape = self.value(), tuple(node._input_metadata[index].shape)
+        value, shape = self.value(), tuple(gradient_slots(node)[index].shape)
         return value if tuple(value.shape) == shape else value.sum_to_size(shape)
 
-    def tensors(self) -> tuple[Tensor, ...]:
-        grad = [self.grad] if self.packed is None else self.packed.tensors()
-        return (*grad, *(self.later.tensors() if self.later is not None else ()))
+    def compute_if_made_from(self, addresses: set[int]) -> None:
+        """Compute the value now, if it is made from a tensor at one of these addresses."""
+        if self.later is not None and any(tensor.data_ptr() in addresses for tensor in self.later.tensors()):
+            self.unpack()
+            self.grad, self.later = self.value_at_edge(), None
+            self.version = version_of(self.grad)
 
 
 class Cut:
-    """A spine node some of whose operands wait.
+    """A node on the spine some of whose operands are deferred.
 
     Args:
         node: the node.
-        parts: what waits, an operand each.
-        packing: who packed its saved tensors.
-        runs_in_i: False at the bottom of stage 0, where nothing below needs a gradient.
+        parts: the deferred operands.
+        packing: which hooks packed its saved tensors.
+        runs_in_i: False where nothing below it needs a gradient, as at the bottom of stage 0.
     """
 
     __slots__ = ("grads", "node", "packing", "parts", "runs_in_i")
@@ -128,22 +199,23 @@ class Cut:
         self.parts = parts
         self.packing = packing
         self.runs_in_i = runs_in_i
-        self.grads: list[tuple[Tensor | None, ...]] = []  # of the node's output, once it has arrived
+        self.grads: list[tuple[Tensor | None, ...]] = []  # what arrived at the node: one entry, after I
 
     @property
     def is_read_as_it_runs(self) -> bool:
-        """Whether W's needs are read as the node is about to run: a checkpoint demands it; unpacking is best then."""
+        """Whether the rules read just before the node runs, when what is packed is unpacked anyway."""
         return self.packing is Packing.CHECKPOINT or (self.packing is Packing.OURS and self.runs_in_i)
 
     def read(self) -> None:
-        """Read off the node what W needs."""
-        node = Unopened(self.node) if self.packing is Packing.OURS else self.node
+        """Let the rules read what W needs off the node."""
+        node = _KeptPacked(self.node) if self.packing is Packing.OURS else self.node
         for part in self.parts:
-            part.later = part.rule(node)  # type: ignore[misc]  # a cut's parts have theirs
+            part.later = part.rule(node)  # type: ignore[misc]  # every part of a cut has a rule
 
     def read_and_keep(self, grads: tuple[Tensor | None, ...]) -> None:
-        """The same, with the gradient, as the node is about to run."""
+        """A hook that runs just before the node: read, and keep the gradient that arrived."""
         if self.packing is Packing.CHECKPOINT:
-            read_again(self.node, times=len(self.parts))
+            for holder in packed_by_hooks(self.node):
+                allow_more_reads(holder, times=len(self.parts))
         self.read()
         self.grads.append(grads)

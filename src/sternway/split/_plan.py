@@ -4,22 +4,22 @@
            │
         [1] gelu                  the spine: every node that gradient must pass on its way down
            │
-        [2] addmm ──── t ──▶ W    a cut: a spine node with a weight on one side. The edge to the weight is not
-           │    └──────────▶ b    followed in I; a rule computes that side in W
-        [3] norm ─────────▶ w     no rule: computed in I with the norm itself; w is ready, only its .grad waits
+        [2] addmm ──── t ──▶ W    a cut: a spine node with a weight on one side. I does not follow the edge to the
+           │    └──────────▶ b    weight; a rule computes that side in W
+        [3] norm ─────────▶ w     no rule: computed in I with the norm itself; w is ready, W only accumulates it
            │
         inputs
 
-The spine is whatever the walk reaches from the outputs without crossing an edge that waits. It ends at the inputs and
-at ready weights. Stage 0 of a pipeline has no input that needs a gradient; its spine ends at its lowest cuts.
+The spine is what the walk reaches from the outputs without crossing a deferred edge. It ends at the inputs and at ready
+weights. Stage 0 of a pipeline has no input that needs a gradient; its spine ends at its lowest cuts.
 
-An edge may wait if its operand has a rule and only parameters lie behind it. In stage 0 that is true of activations
-too, so the shape of what is behind decides: a chain from a parameter (views, casts, arithmetic) is a weight; something
-with matrix products of its own is an activation, unless it stands where weights stand (``W + A @ B`` as the right side
-of a product).
+An edge can be deferred if its operand has a rule and only parameters lie behind it. In stage 0 that is true of
+activations too, so the shape of what is behind decides: a chain from a parameter (views, casts, arithmetic) is a
+weight; something with matrix products of its own is an activation, unless it stands where weights stand
+(``W + A @ B`` as the right side of a product).
 
-A compiled graph is one node, which knows itself which of the leaves behind it can wait (``_compiled``). The plan notes
-that it is to be asked, and keeps those leaves off the spine.
+A compiled graph is one *opaque* node, which knows itself which of the leaves behind it can wait. The plan lists it, and
+keeps those leaves off the spine.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ from dataclasses import dataclass
 
 from torch.autograd.function import BackwardCFunction
 
-from sternway.split._part import Cut, Part
+from sternway._torch import require
+from sternway._torch.autograd import gradient_slots
+from sternway._torch.compile import COMPILED_NODE
+from sternway._torch.nodes import ACCUMULATE_GRAD, TO_COPY, TRANSPOSE, T, signed, transposed_dims
+from sternway._torch.parallel import in_process_group
+from sternway.split._part import Cut, Edge, Node, Packing, Part, packing
 from sternway.split._rules import RULES, Operand, Operands
-from sternway.split._saved import Packing, packing
-from sternway.split._target import AccumulateGrad, Edge, Node, direct_target
 from sternway.split._unsupported import UNSUPPORTED
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
-    """A compiled graph's node, and which of its edges lead straight to leaves."""
+class OpaqueNode:
+    """The node of a compiled graph, and which of its edges lead straight to leaves."""
 
     node: Node
     positions: list[int]
@@ -50,24 +53,67 @@ class Compiled:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What I catches at the cuts, and the leaves (AccumulateGrad nodes) whose gradient I computes whole."""
+class SplitPlan:
+    """What I does. A leaf is the AccumulateGrad node of a parameter.
+
+    Attributes:
+        cuts: nodes at which I keeps what W needs.
+        ready: leaves whose whole gradient I computes.
+        inner: inputs inside the graph, where gradient is stopped even if something below needs it.
+        opaque: compiled graphs.
+        triggers: a leaf for each compiled graph with nothing but leaves below it. The engine is asked for its gradient,
+            or it would not run the graph.
+    """
 
     cuts: list[Cut]
     ready: list[Node]
-    inner: list[Edge]  # inputs inside the graph, at which gradient must be stopped if something below needs it
-    compiled: list[Compiled]
-    triggers: list[Node]  # leaves to be asked for, so that the engine runs a compiled graph that nothing lies below
+    inner: list[Edge]
+    opaque: list[OpaqueNode]
+    triggers: list[Node]
 
 
-def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> Plan:
+def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> SplitPlan:
     """Plan the split of the graph between ``roots`` and ``inputs``."""
+    require("split")
+    if in_process_group():
+        require("split.parallel")
     planner = _Planner(inputs)
     planner.walk([node for node, index in roots if (node, index) not in inputs])
     planner.settle()
     triggers = planner.triggers()
-    inner = [edge for edge in inputs if type(edge[0]) is not AccumulateGrad]
-    return Plan([cut for cut in planner.cuts if cut.parts], planner.leaves, inner, planner.compiled, triggers)
+    inner = [edge for edge in inputs if type(edge[0]) is not ACCUMULATE_GRAD]
+    return SplitPlan([cut for cut in planner.cuts if cut.parts], planner.ready, inner, planner.opaque, triggers)
+
+
+def direct_target(edge: Edge, stop_at: set[Node]) -> tuple[Node | None, bool]:
+    """The leaf that ``edge`` leads to through transposes and casts alone, not passing ``stop_at``.
+
+    Beside it, whether the leaf's parameter (unless a vector) is the transpose of the operand at the edge.
+    """
+    node, transposed, cast = edge[0], False, False
+    while node not in stop_at:
+        kind = type(node)
+        if kind is ACCUMULATE_GRAD:
+            return node, transposed
+        if kind is T or (kind is TRANSPOSE and _swaps_last_two(node)):
+            transposed = not transposed
+        elif kind is TO_COPY and not cast and _changes_precision_only(node):
+            cast = True  # a second one might round in between
+        else:
+            break
+        node = node.next_functions[0][0]
+    return None, False
+
+
+def _changes_precision_only(node: Node) -> bool:
+    child, index = node.next_functions[0]
+    after, before = gradient_slots(node)[0], gradient_slots(child)[index]
+    return bool(after.device == before.device and after.dtype.is_complex == before.dtype.is_complex)
+
+
+def _swaps_last_two(node: Node) -> bool:
+    ndim = len(gradient_slots(node)[0].shape)
+    return {signed(dim) % ndim for dim in transposed_dims(node)} == {ndim - 2, ndim - 1}
 
 
 class _Planner:
@@ -79,16 +125,16 @@ class _Planner:
         self.from_inputs: dict[Node, bool] = {}
         self.not_recomputed: set[Node] = set()
         self.spine: set[Node] = set()
-        self.leaves: list[Node] = []
+        self.ready: list[Node] = []
         self.cuts: list[Cut] = []
-        self.compiled: list[Compiled] = []
-        self.compiled_kinds: set[type] = set()
+        self.opaque: list[OpaqueNode] = []
+        self.opaque_kinds: set[type] = set()
 
     def settle(self) -> None:
-        """Let no edge wait that cannot.
+        """Put deferred edges back on the spine where I reaches what lies behind them in another way.
 
-        A node runs once, and the engine computes every path to a leaf that it is asked for. So an edge to what I
-        reaches in another way cannot wait; it joins the spine, and may take others along.
+        A node runs once, and the engine computes every path to a leaf that it is asked for. So such an edge cannot be
+        deferred. Walking it extends the spine, which may reach what lies behind other edges.
         """
         spine = self.spine
         while clashes := [
@@ -103,14 +149,14 @@ class _Planner:
             self.walk([part.edge[0] for _, part in clashes])
 
     def triggers(self) -> list[Node]:
-        """For each compiled graph with nothing but leaves below it, one of them that no cut waits for."""
+        """For each compiled graph with nothing but leaves below it, one of the leaves that no cut defers."""
         found = []
-        for compiled in self.compiled:
-            if len([1 for child, _ in compiled.node.next_functions if child is not None]) == len(compiled.positions):
+        for opaque in self.opaque:
+            if len([1 for child, _ in opaque.node.next_functions if child is not None]) == len(opaque.positions):
                 late = {leaf for cut in self.cuts for part in cut.parts for leaf in part.leaves()}
-                free = [leaf for leaf in compiled.leaves if leaf not in late]
+                free = [leaf for leaf in opaque.leaves if leaf not in late]
                 if not free:
-                    self.walk([compiled.leaves[0]])
+                    self.walk([opaque.leaves[0]])
                     self.settle()
                 found += free[:1]
         return found
@@ -124,14 +170,14 @@ class _Planner:
                 continue
             spine.add(node)
             kind = type(node)
-            if kind is AccumulateGrad:
-                self.leaves.append(node)
+            if kind is ACCUMULATE_GRAD:
+                self.ready.append(node)
                 continue
             edges: Sequence[Edge] = node.next_functions
             operands = kinds[kind] if kind in kinds else self.look_up(kind, node)
             if operands is not None:
                 edges = self.cut(node, edges, operands)
-            elif kind in self.compiled_kinds:
+            elif kind in self.opaque_kinds:
                 edges = self.past_leaves(node, edges)
             for edge in edges:
                 child = edge[0]
@@ -141,41 +187,41 @@ class _Planner:
     def look_up(self, kind: type, node: Node) -> Operands | None:
         """The rules for a kind of node, if any; raises SplitError for one that cannot be split."""
         name = kind.__name__
-        if name == "CompiledFunctionBackward":
-            self.compiled_kinds.add(kind)
+        if name == COMPILED_NODE:
+            self.opaque_kinds.add(kind)
         if name in UNSUPPORTED:
             UNSUPPORTED[name](node)
         elif not issubclass(kind, BackwardCFunction):
             self.kinds[kind] = RULES.get(name)
-        elif len(node._input_metadata) != 1:
+        elif len(gradient_slots(node)) != 1:
             return None  # a rule is for nodes with one output, and each of a custom Function's may have another number
         return RULES.get(name)
 
     def past_leaves(self, node: Node, edges: Sequence[Edge]) -> list[Edge]:
-        """The edges of a compiled graph that are followed: those to leaves are its own affair."""
+        """The edges of a compiled graph that I follows: not those to leaves, which it sees to itself."""
         inputs = self.inputs
-        positions = [i for i, edge in enumerate(edges) if type(edge[0]) is AccumulateGrad and edge not in inputs]
+        positions = [i for i, edge in enumerate(edges) if type(edge[0]) is ACCUMULATE_GRAD and edge not in inputs]
         if positions:
-            self.compiled.append(Compiled(node, positions))
-        return [edge for edge in edges if type(edge[0]) is not AccumulateGrad]
+            self.opaque.append(OpaqueNode(node, positions))
+        return [edge for edge in edges if type(edge[0]) is not ACCUMULATE_GRAD]
 
     def cut(self, node: Node, edges: Sequence[Edge], operands: Operands) -> Sequence[Edge]:
-        """Make the node a cut, if some of its operands can wait; the edges that I follows."""
+        """Make the node a cut, if some of its operands can be deferred; the edges that I follows."""
         packed = packing(node)
         if packed is Packing.FOREIGN:
             return edges
         parts = (
             self.chains_of(operands.weights, edges)
             or self.chains_of(operands.lefts, edges)
-            or self.second_choice(operands.weights + operands.lefts, edges)
+            or self.first_from_parameters(operands.weights + operands.lefts, edges)
         )
         if not parts:
             return edges
         parts += self.chains_of(operands.biases, edges)
-        waiting = [part.position for part in parts]
-        followed = [edge for place, edge in enumerate(edges) if edge[0] is not None and place not in waiting]
+        deferred = [part.position for part in parts]
+        followed = [edge for place, edge in enumerate(edges) if edge[0] is not None and place not in deferred]
         if packed is Packing.CHECKPOINT and not followed:
-            return edges  # what a checkpoint recomputes can be read only while the node runs
+            return edges  # what a checkpoint recomputes can be read only when the node runs
         self.cuts.append(Cut(node, parts, packed, runs_in_i=bool(followed)))
         return followed
 
@@ -189,8 +235,8 @@ class _Planner:
                     parts.append(Part(edge, leaf, transposed, operand.position, operand.function))
         return parts
 
-    def second_choice(self, operands: tuple[Operand, ...], edges: Sequence[Edge]) -> list[Part]:
-        """The first operand that is made of parameters alone, if not in a plain chain, such as ``W + A @ B``."""
+    def first_from_parameters(self, operands: tuple[Operand, ...], edges: Sequence[Edge]) -> list[Part]:
+        """The first operand that depends on no input, such as ``W + A @ B``."""
         for operand in operands:
             edge = edges[operand.position] if operand.position < len(edges) else (None, 0)
             if edge[0] is not None and not self.leads_to_input(edge) and not self.is_recomputed(edge):
@@ -198,7 +244,7 @@ class _Planner:
         return []
 
     def is_chain(self, edge: Edge) -> bool:
-        """Whether only parameters lie behind ``edge``, with no ruled node (and so no activation) on the way."""
+        """Whether only parameters lie behind ``edge``, with no node on the way that has a rule."""
         if edge in self.inputs:
             return False
         known = self.chains
@@ -220,7 +266,7 @@ class _Planner:
         return chain
 
     def is_recomputed(self, edge: Edge) -> bool:
-        """Whether W, going through what lies behind ``edge``, would make a checkpoint recompute once more."""
+        """Whether W, going through what lies behind ``edge``, would make a checkpoint recompute again."""
         stack, seen = [edge[0]], {edge[0]}
         while stack:
             node = stack.pop()
@@ -235,7 +281,7 @@ class _Planner:
         return False
 
     def leads_to_input(self, edge: Edge) -> bool:
-        """Whether an input lies behind ``edge``: depth first, without recursion, each node looked at once."""
+        """Whether an input lies behind ``edge``: depth first, without recursion, each node visited once."""
         if edge in self.inputs:
             return True
         known = self.from_inputs
@@ -254,7 +300,7 @@ class _Planner:
         return known[edge[0]]
 
     def on_spine(self, edge: Edge) -> bool:
-        """Whether I runs, or reads the gradient of, something behind the edge."""
+        """Whether something behind the edge is on the spine."""
         stack, seen = [edge[0]], {edge[0]}
         while stack:
             node = stack.pop()

@@ -1,13 +1,13 @@
 """The table of rules: for each kind of autograd node, which operands may be weights and how their gradient is computed.
 
-A rule is a function of the node, called in I before the node runs. It reads what W will need off the node's saved
-tensors and returns a ``Later``, or None where the output's gradient is the operand's as it is. A node kind without a
-rule is computed whole in I, once; only the accumulation of its weight gradients waits.
+A rule is a function of the node, called in I before the node runs. It reads the saved tensors that W needs off the node
+and returns a ``Later``, or None where the operand's gradient equals the output's. A node kind without a rule is
+computed whole in I, once; W only accumulates its weight gradients.
 
-Policy. What waits in W is what costs time: matrix products, convolutions and embedding tables. A norm's weight
-gradient is not worth waiting for: the kernel that computes its input gradient computes it on the way, while waiting
-would hold two whole activations for one vector. So norms have no rule, by choice. A bias rides along: it waits if its
-node's output gradient is held for the weight anyway, and is computed in I if it would be held for the bias alone.
+What is deferred is what takes time: matrix products, convolutions and embedding tables. A norm's weight gradient is
+not: the kernel that computes its input gradient computes it too, while deferring it would hold two whole activations
+for one vector. So norms have no rule, by choice. A bias is deferred if the weight of its node is, for which the
+output's gradient is held anyway; otherwise it is computed in I.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RuleFunction = Callable[[Any], Later | None]
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One operand that may be a weight: its place in ``node.next_functions``, and its rule."""
+    """One operand that may be a weight: its index in ``node.next_functions``, and its rule."""
 
     position: int
     function: RuleFunction
@@ -32,11 +32,11 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What a node kind's rules cover, by when an operand waits."""
+    """The operands of a node kind that have rules, by role: when each is deferred."""
 
     weights: tuple[Operand, ...] = ()  # whenever it is made of parameters
-    lefts: tuple[Operand, ...] = ()  # if no weight does: the left of a product, where weights seldom stand
-    biases: tuple[Operand, ...] = ()  # if another operand of the node does: a bias
+    lefts: tuple[Operand, ...] = ()  # if no weight is: the left side of a product is seldom a weight
+    biases: tuple[Operand, ...] = ()  # if a weight or left of the node is
 
 
 RULES: dict[str, Operands] = {}
@@ -65,27 +65,25 @@ def rule(
 
     Args:
         kind: the node's type name, as ``type(tensor.grad_fn).__name__`` gives it.
-        operand: the operand's place among the inputs (its index in ``node.next_functions``). Several operands of a
-            kind are taught by several calls.
-        role: "weight" waits whenever it is made of parameters; "left" if no weight of the node does; "bias" if
-            another operand of the node does, as a bias, for which alone the output's gradient is not worth holding.
+        operand: the operand's index in ``node.next_functions``. Call once for each operand of a kind.
+        role: a "weight" is deferred whenever it is made of parameters; a "left" if no weight of the node is; a "bias"
+            if a weight or left of the node is, since the output's gradient is not worth holding for a bias alone.
 
-    The rule is used for nodes with one output. It replaces an earlier rule for the same kind and operand.
-    What it returns is a ``Later``, or None where the output's gradient is the operand's as it is. Either gradient may
-    have yet to be summed over broadcast dimensions.
+    The rule is used for nodes with one output. It replaces an earlier rule for the same kind and operand. It returns a
+    ``Later``, or None where the operand's gradient equals the output's. Sums over broadcast dimensions are done for it.
     """
     if not isinstance(kind, str) or not kind:
         raise SplitError(
-            "a rule names a node kind",
+            "a rule must name a node kind",
             got=repr(kind),
             fix="pass type(tensor.grad_fn).__name__, such as 'MyOpBackward'",
         )
     if not isinstance(operand, int) or operand < 0:
-        raise SplitError("operand is an index into node.next_functions", got=repr(operand), fix="pass 0, 1, 2, …")
+        raise SplitError("operand must be an index into node.next_functions", got=repr(operand), fix="pass 0, 1, 2, …")
 
     field = _FIELDS.get(role)
     if field is None:
-        raise SplitError("an operand's role is one of three", got=repr(role), fix="pass 'weight', 'left' or 'rider'")
+        raise SplitError("role must be 'weight', 'left' or 'bias'", got=repr(role), fix="pass one of the three")
 
     def register(function: RuleFunction) -> RuleFunction:
         known = RULES.get(kind, Operands())

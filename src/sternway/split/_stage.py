@@ -1,7 +1,7 @@
 """torch.distributed.pipelining's three functions, with torch's names and signatures.
 
-What differs from torch's own: hooks on parameters run, DDP reduces, outputs may be views, stages may hold custom
-Functions, compiled modules and checkpoints, and ``stage_backward_weight`` returns the gradients as they are after it.
+Unlike torch's own: hooks on parameters run, DDP reduces, outputs may be views, stages may have custom Functions,
+compiled modules and checkpoints in them, and ``stage_backward_weight`` returns the accumulated gradients.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from sternway._torch.autograd import is_view
 from sternway.errors import SplitError
-from sternway.split._backward import backward_input
-from sternway.split._pairs import pair_leaves
+from sternway.split._backward import backward_input, pair_leaves
 
 
 def stage_backward(
@@ -24,7 +24,7 @@ def stage_backward(
     input_values: Iterable[Any],
     outputs_with_grads_idxs: list[int] | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The whole backward of a stage: parameters' gradients into ``.grad``, inputs' gradients returned."""
+    """Run the whole backward of a stage: accumulate the parameters' gradients, return those of the inputs."""
     if outputs_with_grads_idxs is not None:
         stage_output = [stage_output[index] for index in outputs_with_grads_idxs]
         output_grads = [output_grads[index] for index in outputs_with_grads_idxs]
@@ -38,7 +38,7 @@ def stage_backward(
     for value in input_values:
         grads.append(value.grad if isinstance(value, Tensor) else None)
         if isinstance(value, Tensor):
-            value.grad = None  # it goes to the stage before; nothing here should keep it alive
+            value.grad = None  # it is sent to the stage before, and need not be kept here
     return tuple(grads)
 
 
@@ -48,9 +48,9 @@ def stage_backward_input(
     input_values: Sequence[Any],
     weights: Iterator[Parameter],
 ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
-    """I of a stage: the inputs' gradients, returned and added to their ``.grad``, and what W needs.
+    """Run I of a stage: return the inputs' gradients, which are also added to their ``.grad``, and what W needs.
 
-    ``weights`` is there for the signature; the graph knows them. The outputs are detached, as torch does.
+    ``weights`` is not used: the graph shows them. The outputs are detached, as torch does.
     """
     outputs = [output for output in stage_outputs_or_loss if not isinstance(output, Tensor) or output.requires_grad]
     if not outputs:
@@ -66,7 +66,7 @@ def stage_backward_input(
         if isinstance(value, Tensor) and grad is not None:
             value.grad = grad if value.grad is None else value.grad + grad
     for output in outputs:
-        if isinstance(output, Tensor) and not output._is_view():  # a view cannot be detached in place
+        if isinstance(output, Tensor) and not is_view(output):  # a view cannot be detached in place
             output.detach_()
     return tuple(dinputs), [{"pending": pending}]
 
@@ -74,13 +74,13 @@ def stage_backward_input(
 def stage_backward_weight(
     weights: Iterator[Parameter], param_groups: list[dict[str, Any]], retain_graph: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """W of a stage: what ``stage_backward_input`` left, into the weights' ``.grad``, which are returned."""
+    """Run W of a stage: accumulate what ``stage_backward_input`` deferred, and return the weights' ``.grad``."""
     for group in param_groups:
         if "pending" not in group:
             raise SplitError(
-                "stage_backward_weight takes what our stage_backward_input returned",
+                "stage_backward_weight must get what our stage_backward_input returned",
                 got=f"a group with {sorted(group)}",
-                fix="use both functions from the same library; split.install() swaps both",
+                fix="use both functions from the same library; split.install() replaces both",
             )
         group["pending"].run()
     return tuple(weight.grad for weight in weights)

@@ -1,17 +1,15 @@
-"""Node kinds that cannot be split: found before anything is computed, each with what to do instead."""
+"""Node kinds that cannot be split: found before anything is computed. The errors say what to do instead."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 
-import torch
+from torch import Tensor
 from torch.nn import Parameter
 
+from sternway._torch import parallel
 from sternway.errors import SplitError
-
-if TYPE_CHECKING:
-    from sternway.split._pending import Pending
 
 
 def _reentrant_checkpoint(node: Any) -> None:
@@ -23,42 +21,42 @@ def _reentrant_checkpoint(node: Any) -> None:
 
 
 def _fsdp(node: Any) -> None:
-    if node.param_group.reduce_grads or node.param_group.reshard_after_backward:
+    if parallel.fsdp_ends_backward(node):
         raise _early_fsdp()
 
 
-def refuse_resharded(pending: Pending) -> None:
-    """Raise SplitError if FSDP freed a deferred parameter at the end of I, as it does where no input needed a gradient.
+def _static_ddp(node: Any) -> None:
+    if parallel.ddp_is_static(node):
+        raise SplitError(
+            "DDP with static_graph cannot be split: it reduces at the end of the first backward, before W",
+            got="DistributedDataParallel(..., static_graph=True)",
+            fix="leave static_graph out",
+        )
 
-    There no node of the graph shows FSDP beforehand. Its gradient, computed in W, would be lost.
+
+def refuse_resharded(deferred: Iterable[Tensor]) -> None:
+    """Raise SplitError if FSDP freed a deferred parameter at the end of I; its gradient in W would be lost.
+
+    FSDP does so where no input needed a gradient. No node of the graph shows that beforehand.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        for parameter in pending.deferred:
+    if parallel.in_process_group():
+        for parameter in deferred:
             if parameter.numel() and type(parameter) is Parameter and not parameter.untyped_storage().nbytes():
                 raise _early_fsdp()
 
 
 def _early_fsdp() -> SplitError:
     return SplitError(
-        "FSDP must not reduce or reshard at the end of I, when the weight gradients are yet to come",
+        "FSDP must not reduce or reshard at the end of I, before the weight gradients are computed",
         got="a fully_shard module set to do so",
         fix="before I, call set_requires_gradient_sync(False), set_reshard_after_backward(False) and "
         "set_is_last_backward(False) on it, and reduce after the last W, as torch.distributed.pipelining does",
     )
 
 
-def _static_ddp(node: Any) -> None:
-    reducer_state = getattr(node, "ddp_weakref", lambda: None)()
-    if reducer_state is not None and reducer_state.static_graph:
-        raise SplitError(
-            "DDP with static_graph reduces at the end of the first backward, before W",
-            got="DistributedDataParallel(..., static_graph=True)",
-            fix="leave static_graph out",
-        )
-
-
 UNSUPPORTED: dict[str, Callable[[Any], None]] = {
-    "CheckpointFunctionBackward": _reentrant_checkpoint,
-    "RegisterPostBackwardFunctionBackward": _fsdp,
-    "_DDPSinkBackward": _static_ddp,
+    parallel.REENTRANT_CHECKPOINT: _reentrant_checkpoint,
+    parallel.FSDP_NODE: _fsdp,
+    parallel.DDP_NODE: _static_ddp,
 }
+"""By the node's type name, a check that raises SplitError."""

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from sternway.split._compiled._ops import flops, hint, is_costly, nbytes
+from sternway._torch.compile import OpOverload, example_value, size_hint
+from sternway.split.compiled._ops import flops, is_costly, nbytes
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class CompiledNode:
     """One node of a compiled graph, in the order in which it runs."""
 
     name: str
@@ -25,7 +26,7 @@ class Step:
     device: str
     nbytes: int
     flops: int
-    costly: bool  # a product, a convolution, a table: what is worth waiting for
+    costly: bool  # a product, a convolution, a table: what is worth deferring
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,25 +34,26 @@ class CompiledGraph:
     """F, I or W."""
 
     name: str
-    steps: tuple[Step, ...]
+    nodes: tuple[CompiledNode, ...]  # inputs are among them
     code: str  # as readable Python, with shapes
 
     @property
-    def nodes(self) -> int:
-        """How many operations it has."""
-        return sum(step.op != "input" for step in self.steps)
+    def operations(self) -> int:
+        """How many nodes are operations, not inputs."""
+        return sum(node.op != "input" for node in self.nodes)
 
     @property
     def flops(self) -> int:
         """Floating-point operations, by torch's formulas for products, convolutions and attention."""
-        return sum(step.flops for step in self.steps)
+        return sum(node.flops for node in self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGraphs:
-    """The three graphs of one compiled region. Sizes that vary are counted as they were when it was compiled.
+    """The three graphs of one compiled region, and the bytes that go between them.
 
-    A value that both I and W need of F counts in ``f_to_i`` and in ``f_to_w``. Parameters count nowhere.
+    A value of F that both I and W need counts in ``f_to_i`` and in ``f_to_w``. Parameters are not counted. Sizes that
+    vary count as they were when the region was compiled.
     """
 
     F: CompiledGraph
@@ -66,29 +68,29 @@ class CompiledGraphs:
 
     @property
     def held_after_i(self) -> int:
-        """Bytes that wait for W."""
+        """Bytes held between I and W."""
         return self.f_to_w + self.i_to_w
 
     def to_record(self) -> dict[str, Any]:
-        """The three as one graph, in the form that the viewer draws (docs/graph_json.md)."""
+        """The three as one graph, in the format that the viewer draws (docs/graph_json.md)."""
         tensors: dict[tuple[Any, str, str], int] = {}
         numbers: dict[str, int] = {}
         nodes: list[dict[str, Any]] = []
         for graph in (self.F, self.I, self.W):
-            for step in graph.steps:
-                if step.op == "input" and step.name in numbers:
+            for node in graph.nodes:
+                if node.op == "input" and node.name in numbers:
                     continue  # what an earlier graph made
-                inputs = [numbers[name] for name in step.inputs]
-                kind = tensors.setdefault((step.shape, step.dtype, step.device), len(tensors))
-                numbers[step.name] = len(nodes)
-                node = {"kind": step.op, "sequence": len(nodes), "outputs": [kind], "module": graph.name}
-                node["inputs"] = [nodes[number]["outputs"][0] for number in inputs]
-                node["next"] = [[number, 0] for number in inputs]
-                nodes.append(node)
+                inputs = [numbers[name] for name in node.inputs]
+                kind = tensors.setdefault((node.shape, node.dtype, node.device), len(tensors))
+                numbers[node.name] = len(nodes)
+                record = {"kind": node.op, "sequence": len(nodes), "outputs": [kind], "module": graph.name}
+                record["inputs"] = [nodes[number]["outputs"][0] for number in inputs]
+                record["next"] = [[number, 0] for number in inputs]
+                nodes.append(record)
         waits = [
-            {"node": numbers[step.name], "kind": step.op, "module": "W", "parameters": []}
-            for step in self.W.steps
-            if step.costly
+            {"node": numbers[node.name], "kind": node.op, "module": "W", "parameters": []}
+            for node in self.W.nodes
+            if node.costly
         ]
         return {
             "format": "sternway.graph",
@@ -109,28 +111,28 @@ class CompiledGraphs:
         return viewer.write(path, title=title, graph=self.to_record())
 
     def __str__(self) -> str:
-        rows = [f"{'':8}{'nodes':>8}{'GFLOPs':>10}"]
-        rows += [f"{graph.name:8}{graph.nodes:8}{graph.flops / 1e9:10.3f}" for graph in (self.F, self.I, self.W)]
+        rows = [f"{'':8}{'operations':>12}{'GFLOPs':>10}"]
+        rows += [f"{graph.name:8}{graph.operations:12}{graph.flops / 1e9:10.3f}" for graph in (self.F, self.I, self.W)]
         crossing = {"F to I": self.f_to_i, "F to W": self.f_to_w, "I to W": self.i_to_w}
-        rows += [f"{name:8}{count:14,} bytes" for name, count in crossing.items()]
+        rows += [f"{name:8}{count:16,} bytes" for name, count in crossing.items()]
         rows += [f"held after F {self.held_after_f:,} bytes, after I {self.held_after_i:,}"]
         return "\n".join(rows)
 
 
 def describe(module: GraphModule, name: str) -> CompiledGraph:
-    """A graph as a record; nothing of it is kept."""
-    steps = []
+    """A graph as a record, which does not keep the graph alive."""
+    nodes = []
     for node in module.graph.nodes:
         if node.op == "output":
             continue
-        value = node.meta.get("val")
+        value = example_value(node)
         whole = isinstance(value, Tensor)
-        steps.append(
-            Step(
+        nodes.append(
+            CompiledNode(
                 name=node.name,
                 op="input" if node.op in ("placeholder", "get_attr") else _op(node.target),
                 inputs=tuple(source.name for source in node.all_input_nodes),
-                shape=tuple(hint(size) for size in value.shape) if whole else None,
+                shape=tuple(size_hint(size) for size in value.shape) if whole else None,
                 dtype=str(value.dtype).removeprefix("torch.") if whole else "",
                 device=str(value.device) if whole else "",
                 nbytes=nbytes(value),
@@ -138,8 +140,8 @@ def describe(module: GraphModule, name: str) -> CompiledGraph:
                 costly=is_costly(node),
             )
         )
-    return CompiledGraph(name, tuple(steps), module.print_readable(print_output=False).strip())
+    return CompiledGraph(name, tuple(nodes), module.print_readable(print_output=False).strip())
 
 
 def _op(target: Any) -> str:
-    return str(target).removesuffix(".default") if isinstance(target, torch._ops.OpOverload) else target.__name__
+    return str(target).removesuffix(".default") if isinstance(target, OpOverload) else target.__name__

@@ -1,4 +1,4 @@
-"""What the cut asks of a graph's nodes: what a value weighs, what is worth waiting for, what is cheap to do again."""
+"""What the cut needs to know of a graph's nodes: how many bytes a value has, what is costly, what is cheap."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import SymInt, Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
+
+from sternway._torch.compile import OpOverload, example_value, shows_argument, size_hint
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -35,11 +36,8 @@ _PLAIN = {
 
 
 @cache
-def _is_view_op(target: OpOverload) -> bool:
-    if target.namespace not in ("aten", "prims"):
-        return False  # whatever it does, its result is held: it is not done again
-    aliases = [argument.alias_info for argument in target._schema.arguments if argument.alias_info is not None]
-    return bool(aliases) and not any(alias.is_write for alias in aliases)
+def _is_view_op(target: Any) -> bool:
+    return target.namespace in ("aten", "prims") and shows_argument(target)  # of others' operators we know nothing
 
 
 @cache
@@ -47,7 +45,7 @@ def _is_costly_op(target: Any) -> bool:
     if not isinstance(target, OpOverload):
         return not callable(getattr(operator, getattr(target, "__name__", ""), None))  # a higher-order operator
     if target.namespace not in ("aten", "prims"):
-        return True  # whatever it does, it is done once
+        return True  # of others' operators we know nothing
     return target.overloadpacket in flop_registry or target.overloadpacket in _TABLES
 
 
@@ -61,21 +59,21 @@ def _is_cheap_op(target: Any) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether the node's value is another's memory seen differently."""
+    """Whether the node's value is a view of another's."""
     if node.target is operator.getitem:
         return is_view(node.args[0])  # type: ignore[arg-type]  # getitem's first argument is a node
     return node.op == "call_function" and isinstance(node.target, OpOverload) and _is_view_op(node.target)
 
 
 def is_costly(node: Node) -> bool:
-    """Whether the node is worth waiting for: a product, a convolution, a table, or an operator we do not know."""
+    """Whether the node is worth deferring: a product, a convolution, a table, or an operator we do not know."""
     if node.op != "call_function" or node.target is operator.getitem or is_number(node):
         return node.op in ("call_module", "call_method")
     return _is_costly_op(node.target)
 
 
 def is_cheap(node: Node) -> bool:
-    """Whether W may compute the node again: a view, or one pass over numbers that are held anyway."""
+    """Whether W may compute the node again: a view, or one pass over tensors that are held anyway."""
     if node.op == "get_attr" or is_number(node):
         return True
     if node.target is operator.getitem:
@@ -85,14 +83,14 @@ def is_cheap(node: Node) -> bool:
 
 def is_tuple(node: Node) -> bool:
     """Whether the node's value is several values, each of which is a node of its own."""
-    return isinstance(node.meta.get("val"), tuple | list) or any(
+    return isinstance(example_value(node), tuple | list) or any(
         user.target is operator.getitem and user.args[0] is node for user in node.users
     )
 
 
 def is_number(node: Node) -> bool:
     """Whether the node's value is a size or another scalar, which costs nothing to hold."""
-    return isinstance(node.meta.get("val"), SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
+    return isinstance(example_value(node), SymInt | torch.SymFloat | torch.SymBool | int | float | bool)
 
 
 def effects(graph: Graph) -> list[Node]:
@@ -101,18 +99,10 @@ def effects(graph: Graph) -> list[Node]:
 
 
 def base(node: Node) -> Node:
-    """The node whose memory this one shows."""
+    """The node of which this one is a view; itself if it is none."""
     while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]  # a view's first argument is what it shows
+        node = node.args[0]  # type: ignore[assignment]  # a view's first argument is its base
     return node
-
-
-def hint(number: int | SymInt) -> int:
-    """A size as a number, from what it was when the graph was made."""
-    if isinstance(number, SymInt):
-        known = number.node.hint
-        return 4096 if known is None else int(known)
-    return int(number)
 
 
 def nbytes(value: Any) -> int:
@@ -120,7 +110,7 @@ def nbytes(value: Any) -> int:
     if isinstance(value, Tensor):
         count = value.element_size()
         for size in value.shape:
-            count *= hint(size)
+            count *= size_hint(size)
         return count
     if isinstance(value, tuple | list):
         return sum(nbytes(part) for part in value)
@@ -135,10 +125,10 @@ def flops(node: Node) -> int:
         return 0
 
     def value(argument: Any) -> Any:
-        found = argument.meta.get("val") if isinstance(argument, Node) else argument
+        found = example_value(argument) if isinstance(argument, Node) else argument
         if isinstance(found, Tensor) and any(isinstance(size, SymInt) for size in found.shape):
-            return torch.empty([hint(size) for size in found.shape], device="meta", dtype=found.dtype)
-        return hint(found) if isinstance(found, SymInt) else found
+            return torch.empty([size_hint(size) for size in found.shape], device="meta", dtype=found.dtype)
+        return size_hint(found) if isinstance(found, SymInt) else found
 
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
     return int(formula(*args, **kwargs, out_val=value(node)))

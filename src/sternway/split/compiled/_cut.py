@@ -28,8 +28,9 @@ import networkx  # type: ignore[import-untyped]  # torch's own dependency
 import torch
 from torch.fx import Graph, Node
 
-from sternway.split._compiled._extract import between
-from sternway.split._compiled._ops import effects, is_cheap, is_costly, is_tuple, is_view, nbytes
+from sternway._torch.compile import example_value
+from sternway.split.compiled._extract import between
+from sternway.split.compiled._ops import effects, is_cheap, is_costly, is_tuple, is_view, nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def halve(graph: Graph, weights: list[Node], inputs: list[Node], free: set[Node]
         if is_view(node) or is_tuple(node) or node.op == "get_attr":
             network.add_edge(begin, end)  # never held as such: what it shows is
         else:
-            network.add_edge(begin, end, capacity=0 if node in free else nbytes(node.meta.get("val")))
+            network.add_edge(begin, end, capacity=0 if node in free else nbytes(example_value(node)))
         if node.op == "placeholder" or (node in spine and not is_cheap(node)):
             network.add_edge("I", begin)
         for source in node.all_input_nodes:

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
+from sternway._torch.compile import original_callable
 from sternway.errors import SplitError
-from sternway.split._compiled._halves import Halves
-from sternway.split._compiled._report import CompiledGraphs
+from sternway.split.compiled._halves import Halves
+from sternway.split.compiled._report import CompiledGraphs
 
 KNOWN: weakref.WeakSet[Halves] = weakref.WeakSet()
 """Every compiled backward that is alive; each knows the parameters that it ran with."""
@@ -37,7 +38,7 @@ def inspect(compiled: nn.Module | Callable[..., Any]) -> tuple[CompiledGraphs, .
     found = [halves for halves in KNOWN if not parameters.isdisjoint(halves.seen)]
     if not found:
         raise SplitError(
-            "inspect shows what was compiled",
+            "inspect must get a module that backend 'sternway' compiled",
             got=f"a {type(compiled).__name__} of which no backward was compiled by backend 'sternway'",
             fix='compile it with torch.compile(..., backend="sternway"), and run it and its backward once',
         )
@@ -45,7 +46,10 @@ def inspect(compiled: nn.Module | Callable[..., Any]) -> tuple[CompiledGraphs, .
 
 
 def _modules(compiled: Any) -> Iterator[nn.Module]:
-    function = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    try:
+        function = original_callable(compiled)
+    except AttributeError:
+        function = compiled
     cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     for value in (compiled, function, getattr(function, "__self__", None), *cells):
         if isinstance(value, nn.Module):

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from torch.fx import Graph, GraphModule, Node
 
+from sternway._torch.compile import keep_strides
+
 
 def extract(
     module: GraphModule,
@@ -18,8 +20,8 @@ def extract(
 ) -> GraphModule:
     """The nodes that lead from ``inputs`` to ``outputs`` and ``effects``, in their order.
 
-    ``inputs`` become placeholders, whatever they were. The new module shares constants with the old. Outputs whose
-    places are in ``strided`` keep the graph's strides when it is compiled; of others the compiler may choose them.
+    ``inputs`` become placeholders. The new module shares constants with the old. Results whose indices are in
+    ``strided`` keep the graph's strides when it is compiled; of others the compiler may choose them.
     """
     known: dict[Node, Node] = {}
     graph = Graph()
@@ -31,13 +33,13 @@ def extract(
         if node in wanted and node not in known:
             known[node] = graph.node_copy(node, lambda argument: known[argument])
     output = graph.output(tuple(known[node] for node in outputs))
-    output.meta["user_visible_output_idxs"] = list(strided)
+    keep_strides(output, strided)
     graph.lint()
     return GraphModule(module, graph, class_name=name)
 
 
 def between(outputs: Iterable[Node], inputs: set[Node]) -> set[Node]:
-    """What ``outputs`` are computed from, themselves included, going no further than ``inputs``."""
+    """The nodes that ``outputs`` are computed from, themselves included, going back no further than ``inputs``."""
     stack = list(outputs)
     found = set(stack)
     while stack:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from sternway._torch.compile import example_value
+
 aten = torch.ops.aten
 Factors = tuple[Node, Node]
 
@@ -32,7 +34,7 @@ def factors(graph: Graph, node: Node) -> Factors | None:
 
 
 def _swaps_last_two(node: Node) -> bool:
-    value = node.meta.get("val")
+    value = example_value(node)
     if not isinstance(value, torch.Tensor) or value.ndim < 2:
         return False
     swapped = [*range(value.ndim - 2), value.ndim - 1, value.ndim - 2]

@@ -1,8 +1,8 @@
-"""Where the forward ends: torch's own partitioner, with one wish.
+"""Where the forward ends: torch's own partitioner, told to save what W multiplies.
 
-torch saves as little as it can and computes cheap things again in the backward, which suits a backward that runs at
-once. Here W needs the left sides of all weight products at its start, long after I. If I computed them again, more
-would be held after I than after F. F has written them anyway, for its own products; so they are saved.
+torch saves little and computes cheap things again in the backward, which suits a backward that runs at once. Here W
+needs the left sides of all weight products at its start, long after I. If I computed them again, more would be held
+after I than after F. F has computed them anyway, for its own products; so they are saved.
 
 What ``torch.utils.checkpoint`` marks for recomputation is not saved.
 """
@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from sternway.split._compiled._build import output_of, tangents_of, weight_slots
-from sternway.split._compiled._cut import spine_of
-from sternway.split._compiled._ops import base
+from sternway._torch.compile import gradient_indices, output_node, split_joint, tangents
+from sternway.split.compiled._cut import spine_of
+from sternway.split.compiled._ops import base
 
 
 def partition(
@@ -30,24 +29,21 @@ def partition(
         joint: AOTAutograd's graph of both.
         inputs: examples of its inputs.
         parameters: which of them are parameters.
-        fuses: whether cheap operations cost nothing, being compiled into the kernels beside them.
+        fuses: whether the compiler fuses cheap operations into other kernels, so that they cost nothing.
         options: for torch's partitioner.
     """
     recomputes = save_operands(joint, parameters)
-    if fuses or recomputes:
-        return min_cut_rematerialization_partition(joint, inputs, **options)
-    options.pop("compiler", None)
-    return default_partition(joint, inputs, **options)
+    return split_joint(joint, inputs, least_memory=fuses or recomputes, **options)
 
 
 def save_operands(joint: GraphModule, parameters: Collection[int]) -> bool:
-    """Ask that the forward values which W multiplies be saved; whether the graph has a checkpoint's marks."""
+    """Have the forward values that W multiplies saved. Returns whether a checkpoint marked values of the graph."""
     graph = joint.graph
-    slots = weight_slots(joint, parameters)
-    outputs: Any = output_of(joint).args[0]
+    slots = {slot for slot, index in enumerate(gradient_indices(joint)) if index in parameters}
+    outputs: Any = output_node(joint).args[0]
     grads = [outputs[slot] for slot in slots if isinstance(outputs[slot], Node)]
     others = [node for slot, node in enumerate(outputs) if slot not in slots and isinstance(node, Node)]
-    backward = tangents_of(graph)
+    backward = tangents(graph)
     for node in graph.nodes:
         if not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)

@@ -1,1 +1,0 @@
-"""Compiled backwards: ``torch.compile(module, backend="sternway")`` makes three graphs of one, F, I and W."""

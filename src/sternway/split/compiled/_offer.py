@@ -1,0 +1,103 @@
+"""How the split and a compiled backward meet: an offer, made just before the node runs and taken while it runs.
+
+The engine calls a compiled backward like any other, on a thread of its choice. So a hook that runs just before the
+node, on that thread, leaves an offer there. A compiled backward that finds one runs I alone, leaves its W in the offer,
+and returns a *mark* in the place of each weight gradient. A hook that runs just after the node knows by the marks
+which of the node's edges are deferred, and stops them there. Compiled backwards of other backends do not look for an
+offer; their gradients are ready.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from sternway.split._part import Node
+from sternway.split.compiled._work import CompiledWork
+
+
+class Offer:
+    """One compiled node of a backward that is being split.
+
+    Args:
+        node: the node.
+        positions: those of its edges that lead straight to leaves, whose gradients may be deferred.
+    """
+
+    __slots__ = ("_numbers", "node", "open", "positions", "ready", "work")
+
+    def __init__(self, node: Node, positions: list[int]) -> None:
+        self.node = node
+        self.positions = positions
+        self.open = True
+        self.work: CompiledWork | None = None
+        self.ready: list[tuple[Node, Tensor]] = []  # leaves whose gradient is computed
+        self._numbers: dict[int, int] = {}
+
+    def before(self, grads: Any) -> None:
+        """A hook that runs just before the node."""
+        _here.offer = self
+
+    def accept(self, work: CompiledWork, numbers: dict[int, int]) -> None:
+        """Leave W here; called by the compiled backward.
+
+        Args:
+            work: what W will compute.
+            numbers: by the id of each mark that is returned, the number of the gradient that it stands for.
+        """
+        self.work, self._numbers = work, numbers
+
+    def after(self, grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        """A hook that runs just after the node: keep what goes to the leaves, so that the engine does not."""
+        _here.offer = None
+        edges, numbers, work = self.node.next_functions, self._numbers, self.work
+        left = list(grad_inputs)
+        for position in self.positions:
+            grad = left[position]
+            if grad is None:
+                continue
+            leaf, number = edges[position][0], numbers.get(id(grad))
+            left[position] = None
+            if number is None or work is None:
+                self.ready.append((leaf, grad))
+            elif not work.claim(leaf, number):  # the region got one parameter twice
+                self.ready.append((leaf, work.take(number)))
+        for position, grad in enumerate(left):
+            if grad is not None and work is not None and id(grad) in numbers:  # one that the split was asked for
+                left[position] = work.take(numbers[id(grad)])
+        return tuple(left)
+
+
+class _Here(threading.local):
+    offer: Offer | None = None
+
+
+_here = _Here()
+
+
+def take_offer() -> Offer | None:
+    """The offer that was made for the node which runs on this thread, if any; it can be taken once."""
+    offer = _here.offer
+    if offer is None:
+        return None
+    _here.offer = None
+    return offer if offer.open else None
+
+
+@contextmanager
+def making(offers: list[Offer]) -> Iterator[None]:
+    """Let compiled graphs that run in the block defer their weight gradients."""
+    handles = []
+    try:
+        for offer in offers:
+            handles += [offer.node.register_prehook(offer.before), offer.node.register_hook(offer.after)]
+        yield
+    finally:
+        for offer in offers:
+            offer.open = False  # a thread may still have it, if the node failed
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,76 @@
+"""I of an eager graph: hooks that keep what W needs while the engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor
+
+from sternway._torch.autograd import tensor_hooks
+from sternway.split._part import Cut, Edge, Node
+
+
+@contextmanager
+def catching(cuts: list[Cut]) -> Iterator[None]:
+    """Keep, at each cut that runs in the block, the gradient that arrives there and what W needs beside it.
+
+    A hook that only appends to a list may stay: the engine frees the nodes that it has run, and the gradient is taken
+    out of the list afterwards.
+    """
+    handles, readers = [], []
+    try:
+        for cut in cuts:
+            if cut.is_read_as_it_runs:
+                readers.append(cut.node.register_prehook(cut.read_and_keep))
+            else:
+                cut.read()
+                if cut.runs_in_i:
+                    handles.append(cut.node.register_prehook(cut.grads.append))
+        yield
+        handles.clear()
+    finally:
+        for handle in (*handles, *readers):
+            handle.remove()
+
+
+@contextmanager
+def stopping(edges: list[Edge]) -> Iterator[dict[Edge, Tensor | None]]:
+    """Take the gradients that arrive at ``edges`` in the block, and let them flow no further."""
+    arrived: dict[Edge, Tensor | None] = {}
+
+    def stop(node: Node, indices: list[int], grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        arrived.update({(node, index): grads[index] for index in indices})
+        return tuple(None if index in indices else grad for index, grad in enumerate(grads))
+
+    handles = [
+        node.register_prehook(partial(stop, node, [index for other, index in edges if other is node]))
+        for node in dict.fromkeys(node for node, _ in edges)
+    ]
+    try:
+        yield arrived
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def without_hooks(leaves: list[Node]) -> Iterator[None]:
+    """Keep the tensor hooks of parameters from running in the block.
+
+    Asking the engine for the gradient of a leaf runs the leaf's tensor hooks. They must run once, in W, on the whole
+    gradient.
+    """
+    hidden = [(hooks, dict(hooks)) for leaf in leaves if (hooks := tensor_hooks(leaf.variable))]
+    for hooks, held in hidden:
+        hooks.update(dict.fromkeys(held, _no_hook))
+    try:
+        yield
+    finally:
+        for hooks, held in hidden:
+            hooks.update({key: hook for key, hook in held.items() if key in hooks})  # some may be removed by now
+
+
+def _no_hook(grad: Tensor) -> None:
+    """In the place of a hook that is to run in W."""

@@ -1,0 +1,100 @@
+"""The rules for torch's own nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sternway._torch.nodes import Addmm, Baddbmm, Bmm, Convolution, Embedding, Mm, signed
+from sternway.split._later import Later, Product
+from sternway.split._rules import rule
+
+aten = torch.ops.aten
+
+# y = left @ right, for matrices (mm) and stacks of them (bmm).
+
+
+@rule(Mm.name, 1)
+def _mm_right(node: Any) -> Product:
+    return Product(left=Mm.left(node))
+
+
+@rule(Mm.name, 0, role="left")
+def _mm_left(node: Any) -> Product:
+    return Product(right=Mm.right(node))
+
+
+@rule(Bmm.name, 1)
+def _bmm_right(node: Any) -> Product:
+    return Product(left=Bmm.left(node))
+
+
+@rule(Bmm.name, 0, role="left")
+def _bmm_left(node: Any) -> Product:
+    return Product(right=Bmm.right(node))
+
+
+# y = beta * bias + alpha * left @ right: Linear with a bias, and its stacked form.
+
+
+@rule(Addmm.name, 2)
+def _addmm_right(node: Any) -> Product:
+    return Product(left=Addmm.left(node), scale=Addmm.alpha(node).conjugate())
+
+
+@rule(Addmm.name, 1, role="left")
+def _addmm_left(node: Any) -> Product:
+    return Product(right=Addmm.right(node), scale=Addmm.alpha(node).conjugate())
+
+
+@rule(Baddbmm.name, 2)
+def _baddbmm_right(node: Any) -> Product:
+    return Product(left=Baddbmm.left(node), scale=Baddbmm.alpha(node).conjugate())
+
+
+@rule(Baddbmm.name, 1, role="left")
+def _baddbmm_left(node: Any) -> Product:
+    return Product(right=Baddbmm.right(node), scale=Baddbmm.alpha(node).conjugate())
+
+
+@rule(Addmm.name, 0, role="bias")
+def _addmm_bias(node: Any) -> Later | None:
+    return _scaled(Addmm.beta(node).conjugate())
+
+
+@rule(Baddbmm.name, 0, role="bias")
+def _baddbmm_bias(node: Any) -> Later | None:
+    return _scaled(Baddbmm.beta(node).conjugate())
+
+
+def _scaled(beta: complex) -> Later | None:
+    return None if beta == 1 else Later(lambda grad: grad * beta)
+
+
+@rule(Convolution.name, 1)
+def _convolution_weight(node: Any) -> Later:
+    settings = Convolution.settings(node)
+
+    def compute(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:  # of the weight, only the shape matters
+        _, value, _ = aten.convolution_backward(grad, x, weight, None, *settings, (False, True, False))
+        return value  # type: ignore[no-any-return]  # torch.ops is untyped
+
+    return Later(compute, Convolution.input(node), Convolution.weight(node))
+
+
+@rule(Convolution.name, 2, role="bias")
+def _convolution_bias(node: Any) -> Later:
+    return Later(lambda grad: grad.sum([dim for dim in range(grad.ndim) if dim != 1]))
+
+
+@rule(Embedding.name, 0)
+def _embedding(node: Any) -> Later:
+    rows, padding, by_frequency, sparse = Embedding.settings(node)
+    padding = signed(padding)
+
+    def compute(grad: Tensor, indices: Tensor) -> Tensor:
+        return aten.embedding_backward(grad, indices, rows, padding, by_frequency, sparse)  # type: ignore[no-any-return]
+
+    return Later(compute, Embedding.indices(node))

@@ -1,0 +1,144 @@
+"""W of an eager graph: parts that go straight into a parameter, and parts that go through the graph first."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import chain
+from typing import final
+
+import torch
+from torch import Tensor
+
+from sternway._torch.autograd import version_of
+from sternway.saved import Policy
+from sternway.split._accumulate import Accumulator, EngineCall
+from sternway.split._later import Product
+from sternway.split._part import Cut, Node, Part
+
+
+class _Parts(ABC):
+    """Deferred work that is made of parts."""
+
+    @abstractmethod
+    def parts(self) -> Iterable[Part]: ...
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for part in self.parts() for tensor in part.tensors()]
+
+    def pack(self, policy: Policy) -> None:
+        for part in self.parts():
+            part.pack(policy)
+
+    def check(self) -> None:
+        for part in self.parts():
+            part.check()
+
+
+@final
+class DirectWork(_Parts):
+    """Parts that go straight into a parameter, by its leaf."""
+
+    def __init__(self, parts: dict[Node, list[Part]], late: Sequence[Node], early: Sequence[Node]) -> None:
+        self._parts = parts
+        self.late = late
+        self.early = early
+
+    def parts(self) -> Iterable[Part]:
+        return chain(*self._parts.values())
+
+    def run(self, accumulator: Accumulator) -> None:
+        while self._parts:
+            leaf, parts = self._parts.popitem()
+            if not accumulator.writes(leaf):
+                accumulator.queue(leaf, parts)
+                continue
+            parameter = leaf.variable
+            for part in parts:
+                if part.is_packed:  # unpacked when its turn comes
+                    accumulator.postpone(partial(_unpack_and_add, accumulator, parameter, part))
+                else:
+                    _add(accumulator, parameter, part)
+        accumulator.flush()
+
+
+@final
+class GraphWork(_Parts):
+    """Parts that the engine takes through the rest of the graph, such as a slice or ``W + A @ B``."""
+
+    early: Sequence[Node] = ()
+
+    def __init__(self, calls: list[EngineCall]) -> None:
+        self._calls = calls
+        self.late = [leaf for call in calls for leaf in call.leaves]
+
+    def parts(self) -> Iterable[Part]:
+        return chain(*(call.parts for call in self._calls))
+
+    def run(self, accumulator: Accumulator) -> None:
+        for call in self._calls:
+            accumulator.queue_call(call)
+
+
+def deferred_work(cuts: Iterable[Cut], ready: Sequence[tuple[Node, Tensor]]) -> tuple[DirectWork, GraphWork]:
+    """What W has to do after I: for the cuts, and for leaves whose gradient is computed."""
+    direct: dict[Node, list[Part]] = {}
+    calls: list[EngineCall] = []
+    for cut in cuts:
+        if not cut.grads or (grad := cut.grads.pop()[0]) is None:
+            continue  # no gradient arrived at the cut
+        version = version_of(grad)
+        for part in cut.parts:
+            part.grad, part.version = grad, version
+            leaf = part.leaf
+            if leaf is None:
+                calls = _join(part, calls)
+            elif leaf in direct:
+                direct[leaf].append(part)
+            else:
+                direct[leaf] = [part]
+    late = list(direct)
+    for leaf, grad in ready:
+        direct.setdefault(leaf, []).append(Part.of_leaf(leaf, grad))
+    for call in calls:
+        for leaf in call.leaves:
+            call.parts += direct.pop(leaf, ())
+    return DirectWork(direct, late, [leaf for leaf, _ in ready]), GraphWork(calls)
+
+
+def _join(part: Part, calls: list[EngineCall]) -> list[EngineCall]:
+    """The calls, with ``part`` in one together with all that share a parameter with it."""
+    joined = EngineCall(dict.fromkeys(part.leaves()), [part])
+    apart = []
+    for call in calls:
+        if joined.leaves.keys().isdisjoint(call.leaves):
+            apart.append(call)
+        else:
+            joined = EngineCall(call.leaves | joined.leaves, call.parts + joined.parts)
+    return [*apart, joined]
+
+
+def _add(accumulator: Accumulator, parameter: Tensor, part: Part) -> None:
+    """Give a part to the accumulator: as a product, if it is one."""
+    later, transposed = part.later, part.transposed and parameter.ndim > 1
+    if isinstance(later, Product):
+        accumulator.add_product(parameter, *later.factors(part.grad, transposed), later.scale)
+        return
+    value = part.value(transposed)
+    if parameter.grad is None and value.shape == parameter.shape and _shares_memory(value, part):
+        value = value.clone(memory_format=torch.preserve_format)
+    accumulator.add_value(parameter, value)
+
+
+def _unpack_and_add(accumulator: Accumulator, parameter: Tensor, part: Part) -> None:
+    part.unpack()
+    _add(accumulator, parameter, part)
+
+
+def _shares_memory(value: Tensor, part: Part) -> bool:
+    """Whether the value of a part is in memory that something else may read."""
+    if value.layout != torch.strided:
+        return part.later is None
+    held = (tensor for tensor in part.tensors() if tensor.layout == torch.strided)
+    return value.untyped_storage().data_ptr() in {tensor.untyped_storage().data_ptr() for tensor in held}
