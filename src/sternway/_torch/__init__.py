@@ -4,7 +4,6 @@ No other room touches a private name of torch; ``tests/test_seam.py`` holds that
 
     autograd      tensors, the engine and its graph tasks, storages
     failures      errors of a failed backward
-    dispatch      modes in which Python sees every operator
     nodes         node kinds and the tensors that they save
     saved_hooks   the stack of saved-tensor hooks, checkpoints' frames
     compile       AOTAutograd, Inductor

@@ -106,7 +106,7 @@ def _ddp_failure() -> bool:
     gloo = distributed.ProcessGroupGloo(store, 0, 1)
     group._register_backend(torch.device("cpu"), distributed.ProcessGroup.BackendType.GLOO, gloo)
 
-    class Half(nn.Module):
+    class HalfUsed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.used, self.idle = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
@@ -114,7 +114,7 @@ def _ddp_failure() -> bool:
         def forward(self, x: Tensor) -> Tensor:
             return self.used * x
 
-    parallel = nn.parallel.DistributedDataParallel(Half(), process_group=group)
+    parallel = nn.parallel.DistributedDataParallel(HalfUsed(), process_group=group)
     parallel(torch.ones(1)).backward()
     error = _error_of(lambda: parallel(torch.ones(1)))
     indices, names = unused_parameters(error)

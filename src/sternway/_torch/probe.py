@@ -33,7 +33,7 @@ Feature = Literal[
 ]
 """What a user loses where a probe fails."""
 
-_AREAS = ("autograd", "failures", "dispatch", "nodes", "saved_hooks", "compile", "tracing", "distributed", "parallel")
+_AREAS = ("autograd", "failures", "nodes", "saved_hooks", "compile", "tracing", "distributed", "parallel")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway import split
-from sternway._torch.dispatch import each_operator
+from sternway._torch.saved_hooks import intercept
 from sternway._tree import leaves
 
 Weights = Callable[[], Any]  # W, to be called later
@@ -159,7 +159,7 @@ def _counting(device: torch.device, before: list[Tensor]) -> Iterator[Callable[[
                     weakref.finalize(storage, alive.pop, id(storage), None)
         return result
 
-    with each_operator(run):
+    with intercept(run):
         yield lambda: sum(alive.values())
 
 

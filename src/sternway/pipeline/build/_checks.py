@@ -47,7 +47,9 @@ def check_placement(plan: BuildPlan, ranks: int, transport: Transport) -> None:
     schedule = plan.schedule.check()
     if schedule.ranks != ranks:
         raise PipelineError(
-            f"schedule {schedule.name} is for {schedule.ranks} ranks", got=f"{ranks} ranks", fix="make one for that many"
+            f"schedule {schedule.name} is for {schedule.ranks} ranks",
+            got=f"{ranks} ranks",
+            fix="make one for that many",
         )
     for rank in transport.mine or range(ranks):
         missing = [stage for stage in schedule.placement[rank] if stage not in plan.modules]

@@ -107,7 +107,7 @@ def _from_model(request: BuildRequest, model: nn.Module, transport: Transport) -
 def _cuts(request: BuildRequest, model: nn.Module, names: list[str], measured: Profile | None) -> list[list[int]]:
     """The ways to cut the model that are compared: for each, the first module of each stage.
 
-    That is one way, except for "auto" with balanced cuts: one stage on each rank, and two if the model has enough modules.
+    That is one way, except for "auto" with balanced cuts: one stage on each rank, and two if there are enough modules.
     """
     cuts, wanted, ranks = request.cuts, request.schedule, request.ranks
     if not isinstance(cuts, str):
@@ -174,7 +174,7 @@ def _schedule(request: BuildRequest, costs: Costs, stages_per_rank: int = 1) -> 
 def _measure(request: BuildRequest, model: nn.Module, transport: Transport) -> Profile | None:
     """What the first rank measured, on all ranks, so that all decide alike; None if it has no sample.
 
-    All ranks with a sample measure at the same time, as they will train at the same time: cores share caches and memory.
+    All ranks with a sample measure at the same time, as they will train: cores share caches and memory.
     """
 
     def measure() -> Profile | None:

@@ -68,7 +68,10 @@ class Profile:
             rows.append((name, *times, *sizes))
         widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[0]))]
         lines = [
-            "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths)))
+            "  ".join(
+                cell.rjust(width) if i else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=False))
+            )
             for row in rows
         ]
         return "\n".join([f"Profile of {len(self.names)} stages, one microbatch", *("  " + line for line in lines)])
@@ -216,8 +219,8 @@ def _once(
 ) -> None:
     """One microbatch forward and backward through every stage, twice: with I and W, and with B.
 
-    If ``weigh``, the bytes that autograd keeps are counted. That needs hooks on saved tensors, which change what the split
-    does, so the times of such a run do not count.
+    If ``weigh``, the bytes that autograd keeps are counted. That needs hooks on saved tensors, which change what the
+    split does, so the times of such a run do not count.
     """
     forward = _forward(stages, microbatch, kept, sent, weigh)
     grads: dict[str, list[Tensor]] = {}
