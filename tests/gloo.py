@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing.connection
 import os
 import random
 import socket
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+GRACE = 30.0
+"""So many seconds have the other ranks after one has failed."""
 
 
 def processes() -> Any:
@@ -41,10 +46,16 @@ def join_group(rank: int, world: int, port: int) -> None:
 
 
 def _rank(
-    rank: int, world: int, port: int, function: Callable[..., None], arguments: tuple[Any, ...], errors: Any
+    rank: int,
+    world: int,
+    port: int,
+    join: Callable[[int, int, int], None],
+    function: Callable[..., None],
+    arguments: tuple[Any, ...],
+    errors: Any,
 ) -> None:
     try:
-        join_group(rank, world, port)
+        join(rank, world, port)
         torch.manual_seed(0)
         function(rank, *arguments)
         dist.barrier()
@@ -54,18 +65,31 @@ def _rank(
         raise SystemExit(1) from None
 
 
-def on_ranks(world: int, function: Callable[..., None], *arguments: Any, timeout: float = 600) -> None:
-    """Call ``function(rank, *arguments)`` on ``world`` processes; raise the first rank's error, if any."""
+def on_ranks(
+    world: int,
+    function: Callable[..., None],
+    *arguments: Any,
+    timeout: float = 600,
+    join: Callable[[int, int, int], None] = join_group,
+) -> None:
+    """Call ``function(rank, *arguments)`` on ``world`` processes; raise the first rank's error, if any.
+
+    Each process first calls ``join(rank, world, port)``.
+    """
     context = processes()
     errors = context.SimpleQueue()
     port = free_port()
     ranks = [
-        context.Process(target=_rank, args=(rank, world, port, function, arguments, errors)) for rank in range(world)
+        context.Process(target=_rank, args=(rank, world, port, join, function, arguments, errors))
+        for rank in range(world)
     ]
     for process in ranks:
         process.start()
-    for process in ranks:
-        process.join(timeout)
+    end = time.monotonic() + timeout
+    while any(process.is_alive() for process in ranks) and time.monotonic() < end:
+        multiprocessing.connection.wait([p.sentinel for p in ranks if p.is_alive()], max(0.0, end - time.monotonic()))
+        if any(process.exitcode for process in ranks):  # the others may wait for that one
+            end = min(end, time.monotonic() + GRACE)
     hung = [process for process in ranks if process.is_alive()]
     for process in hung:
         process.kill()

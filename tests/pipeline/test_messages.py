@@ -1,8 +1,9 @@
-"""Messages between ranks: their tags, the receives that are posted ahead, and many tensors in one message."""
+"""Messages between ranks: their tags and order, receives that are posted ahead, many tensors in one message."""
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,32 +14,52 @@ from compare import assert_same_grads
 from gloo import on_ranks
 from sternway import schedule
 from sternway.pipeline import Pipeline, WithSkips
-from sternway.pipeline.transport import _messenger
 from sternway.pipeline.transport._messenger import AHEAD, Messenger
-from sternway.pipeline.transport._payload import pack
+from sternway.pipeline.transport._order import edge_of, edges_of
+from sternway.pipeline.transport._payload import Payload, pack
 from sternway.pipeline.transport._routes import MessageKey, Routes
 
 SKIPS = {"early": (0, 3), "late": (1, 2)}
 
 
-class FakeWork:
+class FakeArriving:
+    tensors: ClassVar[list[Tensor]] = []
+
     def wait(self) -> None:
         pass
 
 
-class FakeGroups:
-    """The process groups of one rank, without processes: notes what is posted."""
+class FakeLinks:
+    """What carries tensors, without processes: notes which receives are posted."""
 
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.members, self.device = rank, list(range(ranks)), torch.device("cpu")
-        self.activations, self.gradients = "activations", "gradients"
-        self.posted: list[tuple[int, str, int]] = []
+    def __init__(self, host_waits: bool) -> None:
+        self.host_waits = host_waits
+        self.posted: list[MessageKey] = []
 
-    def attempt(self, call: Any, *arguments: Any, **options: Any) -> Any:
-        if call is _messenger.dist.irecv:
-            self.posted.append((arguments[1], options["group"], options["tag"]))
-            return FakeWork()
-        return FakeWork() if call is _messenger.dist.isend else call(*arguments, **options)
+    def connect(self, schedule: Any, routes: Routes) -> None:
+        pass
+
+    def receive(self, key: MessageKey, spec: Any, source: int) -> FakeArriving:
+        self.posted.append(key)
+        return FakeArriving()
+
+    def send(self, key: MessageKey, tensors: list[Tensor], target: int) -> None:
+        pass
+
+    def answered(self, key: MessageKey) -> None:
+        pass
+
+
+def messenger_of(plan: schedule.Schedule, routes: Routes, rank: int, links: FakeLinks) -> tuple[Messenger, Payload]:
+    """A rank's messenger in a step before which all descriptions are known, and a payload that fits them."""
+    messenger = Messenger(SimpleNamespace(rank=rank), links, dynamic=False)
+    messenger.connect(plan, routes)
+    for _ in range(2):
+        messenger.begin_batch("the same")
+    payload = pack(torch.zeros(2, requires_grad=True))
+    messenger._specs = {key: payload[0] for key in all_keys(plan, routes) if not key.is_gradient}
+    messenger.begin(training=True)
+    return messenger, payload
 
 
 def all_keys(plan: schedule.Schedule, routes: Routes) -> list[MessageKey]:
@@ -49,33 +70,82 @@ def all_keys(plan: schedule.Schedule, routes: Routes) -> list[MessageKey]:
 def test_every_message_of_a_step_has_a_tag_of_its_own(name: str) -> None:
     plan = schedule.make(name, ranks=2, microbatches=8)
     routes = Routes(plan.num_stages, SKIPS)
-    messenger = Messenger(FakeGroups(0, 2), dynamic=False)
-    messenger.begin(plan, routes, training=True)
-    tags = [(messenger._group(key), messenger.tag(key)) for key in all_keys(plan, routes)]
-    assert len(set(tags)) == len(tags)
-    assert max(tag for _, tag in tags) < 2**31  # what torch.distributed takes
+    for is_gradient in (False, True):
+        tags = [routes.tag(key) for key in all_keys(plan, routes) if key.is_gradient == is_gradient]
+        assert len(set(tags)) == len(tags)
+        assert max(tags) < 2**31  # what torch.distributed takes
 
 
-def test_so_many_receives_are_posted_ahead_from_each_rank_in_each_direction() -> None:
+def test_so_many_receives_are_posted_ahead_on_each_edge() -> None:
     """Rank 1 of an interleaved schedule gets activations of stages 0 and 2, both from rank 0: one queue."""
     plan = schedule.make("interleaved-1f1b", ranks=2, microbatches=4)
-    routes = Routes(plan.num_stages, {})
-    groups = FakeGroups(1, 2)
-    messenger = Messenger(groups, dynamic=False)
-    spec, _ = pack(torch.zeros(2, requires_grad=True))
-    for _ in range(2):
-        messenger.begin_batch("the same")
-    messenger._specs = {key: spec for key in all_keys(plan, routes) if not key.is_gradient}
-    messenger.begin(plan, routes, training=True)
+    routes, links = Routes(plan.num_stages, {}), FakeLinks(host_waits=True)
+    messenger, _ = messenger_of(plan, routes, 1, links)
     activations = [key for key in all_keys(plan, routes) if not key.is_gradient and plan.rank_of(key.target) == 1]
     from_zero = [key for key in activations if plan.rank_of(key.source) == 0]
     assert {key.source for key in from_zero} == {0, 2}
-    assert [tag for _, group, tag in groups.posted if group == "activations"] == [
-        messenger.tag(key) for key in from_zero[:AHEAD]
-    ]
+    assert [key for key in links.posted if not key.is_gradient] == from_zero[:AHEAD]
     for done, key in enumerate(from_zero[:-AHEAD], start=1):
         messenger.receive(key)
-        assert len([1 for _, group, _ in groups.posted if group == "activations"]) == AHEAD + done
+        assert len([key for key in links.posted if not key.is_gradient]) == AHEAD + done
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", schedule.names())
+def test_no_receive_on_a_gpu_is_posted_before_its_message_can_come(name: str, ranks: int) -> None:
+    """While a rank stands still anywhere in its program, all others must be able to send what it has posted."""
+    plan = schedule.make(name, ranks=ranks, microbatches=2 * ranks)
+    routes = Routes(plan.num_stages, {"skip": (0, plan.num_stages - 1)} if plan.num_stages > 2 else {})
+    for rank in range(ranks):
+        links = FakeLinks(host_waits=False)
+        messenger, payload = messenger_of(plan, routes, rank, links)
+        assert_can_come(plan, routes, rank, 0, links.posted)
+        for number, step in enumerate(plan.actions[rank]):
+            for action in step.actions:
+                for key in routes.received(action):
+                    messenger.receive(key)
+                    assert_can_come(plan, routes, rank, number, links.posted)
+            for action in step.actions:
+                for key in routes.sent(action):
+                    messenger.send(key, payload)
+            assert_can_come(plan, routes, rank, number + 1, links.posted)
+        mine = [key for key in all_keys(plan, routes) if plan.rank_of(key.target) == rank != plan.rank_of(key.source)]
+        assert sorted(map(str, links.posted)) == sorted(map(str, mine))
+
+
+def assert_can_come(plan: schedule.Schedule, routes: Routes, rank: int, done: int, posted: list[MessageKey]) -> None:
+    """Run the other ranks as far as they get while ``rank`` has done so many steps: what is posted must be sent."""
+    sent: set[MessageKey] = set()
+    place = [0] * plan.ranks
+    moved = True
+    while moved:
+        moved = False
+        for other in range(plan.ranks):
+            end = done if other == rank else len(plan.actions[other])
+            while place[other] < end:
+                actions = plan.actions[other][place[other]].actions
+                if any(key not in sent for action in actions for key in routes.received(action)):
+                    break
+                sent.update(key for action in actions for key in routes.sent(action))
+                place[other] += 1
+                moved = True
+    assert set(posted) <= sent
+
+
+def test_edges_are_opened_in_an_order_in_which_no_rank_waits_for_ever() -> None:
+    for name in schedule.names():
+        plan = schedule.make(name, ranks=4, microbatches=8)
+        routes = Routes(plan.num_stages, {})
+        edges = edges_of(plan, routes)
+        used = {edge_of(key, plan.stage_ranks()) for key in all_keys(plan, routes)}
+        assert set(edges) == {edge for edge in used if edge.source != edge.target}
+        left = {rank: [e for e in edges if rank in (e.source, e.target)] for rank in range(4)}
+        while any(left.values()):
+            ready = [e for e in edges if left[e.source][:1] == [e] == left[e.target][:1]]
+            assert ready, f"{name}: no edge can be opened"
+            for edge in ready:
+                left[edge.source].pop(0)
+                left[edge.target].pop(0)
 
 
 class Many(nn.Module):

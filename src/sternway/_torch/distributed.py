@@ -1,16 +1,20 @@
-"""Process groups and their store, checkpoints' descriptions; FSDP and DDP; torch.distributed.pipelining."""
+"""Process groups and their store; NCCL communicators; checkpoints' descriptions."""
 
 from __future__ import annotations
 
 import importlib
 import io
 import pickle
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from sternway._torch.probe import probe
 
@@ -46,11 +50,6 @@ def _below_prefixes(store: Any) -> Any:
 def agent_holds_store() -> bool:
     """Whether torchrun's agent holds the default store, and not rank 0."""
     return bool(importlib.import_module("torch.distributed.rendezvous")._torchelastic_use_agent_store())
-
-
-def abort_group(group: Any) -> None:
-    """End what runs on a process group from another thread; gloo has no such call, NCCL has."""
-    group.abort()
 
 
 @probe(
@@ -94,9 +93,108 @@ def _agent_holds_store() -> bool:
     return isinstance(found, bool)
 
 
-@probe("ProcessGroup.abort", expected="can be called from another thread", features=("pipeline",))
-def _abort() -> bool:
-    return callable(dist.ProcessGroup.abort)
+# NCCL communicators that are no process groups of torch's, for the pipeline
+
+
+def has_nccl() -> bool:
+    """Whether this torch can send between GPUs, and there is one."""
+    return dist.is_nccl_available() and torch.cuda.is_available()
+
+
+def nccl_communicator(
+    store: Any, name: str, rank: int, members: Sequence[int], device: torch.device, timeout: float
+) -> Any:
+    """A communicator of a few processes. Blocks until all of them call this.
+
+    ``new_group`` would do more: it enters the group into a registry, and if the default group has a device, it splits
+    the default group's communicator, which needs every process.
+
+    Args:
+        store: where the processes find each other.
+        name: the same on all of them, and never used before.
+        rank: the place of this process among ``members``.
+        members: the global ranks.
+        device: the GPU of this process.
+        timeout: after so many seconds without an end of an operation, torch ends the process.
+    """
+    kind: Any = dist.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = timedelta(seconds=timeout)
+    options.group_name = name
+    options.global_ranks_in_group = list(members)
+    made = kind(dist.distributed_c10d.PrefixStore(name, store), rank, len(members), options)
+    made.eager_connect_single_device(device)
+    return made
+
+
+def post_message(communicator: Any, tensors: Sequence[Tensor], peer: int, *, is_send: bool) -> Any:
+    """Start to send tensors to a process of a communicator, or to receive them, as one operation; returns the work.
+
+    The operation waits for the current stream. ``work.wait()`` makes the current stream wait for the operation, and
+    ``work.is_completed()`` says whether it is over; neither blocks the host. One operation of several tensors costs
+    one kernel, and unlike single sends it is not what torch warns about.
+    """
+    communicator._start_coalescing()
+    try:
+        for tensor in tensors:
+            if is_send:
+                communicator.send([tensor], peer, 0)
+            else:
+                communicator.recv([tensor], peer, 0)
+    finally:
+        work = communicator._end_coalescing()
+    return work
+
+
+def start_sum(communicator: Any, tensor: Tensor) -> Any:
+    """Start to replace a tensor by its sum over the processes of a communicator; returns the work."""
+    return communicator.allreduce([tensor], dist.distributed_c10d.AllreduceOptions())
+
+
+def start_copy(communicator: Any, tensor: Tensor, source: int) -> Any:
+    """Start to overwrite a tensor by that of one process of a communicator; returns the work."""
+    options = dist.distributed_c10d.BroadcastOptions()
+    options.rootRank = source
+    return communicator.broadcast([tensor], options)
+
+
+def abort_communicators(communicators: Sequence[Any]) -> None:
+    """End what runs on communicators, from any thread, and destroy them.
+
+    All at once: to free its memory, an aborted communicator waits for the device, on which others may still wait for a
+    message.
+    """
+    threads = [threading.Thread(target=_abort, args=(each,), daemon=True) for each in communicators]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _abort(communicator: Any) -> None:
+    with suppress(RuntimeError):  # it may have been aborted before
+        communicator.abort()
+
+
+def close_communicator(communicator: Any) -> None:
+    """Let what was posted on a communicator end, and destroy it."""
+    communicator.shutdown()
+
+
+@probe(
+    "ProcessGroupNCCL: eager_connect_single_device, _start_coalescing, _end_coalescing, abort, shutdown",
+    expected="are methods of its own, and its options have a timeout, a name and members",
+    features=("pipeline",),
+)
+def _communicator() -> bool:
+    kind = getattr(dist, "ProcessGroupNCCL", None)
+    if kind is None:  # a torch without NCCL
+        return True
+    methods = ("eager_connect_single_device", "_start_coalescing", "_end_coalescing", "abort", "shutdown")
+    options = kind.Options()
+    options._timeout, options.group_name, options.global_ranks_in_group = timedelta(seconds=1), "name", [0, 1]
+    made = [dist.distributed_c10d.AllreduceOptions(), dist.distributed_c10d.BroadcastOptions()]
+    return all(callable(getattr(kind, name)) for name in methods) and hasattr(made[1], "rootRank")
 
 
 # Checkpoints' descriptions, for the pipeline
@@ -147,6 +245,3 @@ def _description() -> bool:
     found = Unpickler(io.BytesIO(pickle.dumps(description))).load()
     known = description_globals() | {("torch", "float32")}
     return named <= known and found.storage_data[index].relative_path == "file"
-
-
-# FSDP, DDP and torch.distributed.pipelining, for the split

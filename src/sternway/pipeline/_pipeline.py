@@ -29,6 +29,7 @@ from sternway.pipeline.step._stage import LossFn, Stage, named_parameters
 from sternway.pipeline.transport._clock import clock_offsets
 from sternway.pipeline.transport._dist import default_transport
 from sternway.pipeline.transport._facts import StepFacts, checksum
+from sternway.pipeline.transport._place import devices_of
 from sternway.pipeline.transport._routes import Routes
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule
@@ -101,6 +102,7 @@ class Pipeline:
             chunk=chunk, loss_fn=loss_fn, reports=reports, mesh=mesh,
         )  # fmt: skip
         self.transport = transport or default_transport(mesh, dynamic, heartbeat_timeout)
+        self.transport.place(devices_of(stages))
         ranks = ranks or self.transport.ranks or (schedule.ranks if isinstance(schedule, Schedule) else 0)
         if not ranks:
             raise PipelineError("a pipeline in one process needs the number of ranks", got="none", fix="pass ranks=")
@@ -112,9 +114,10 @@ class Pipeline:
         self.stages = _stages(self._plan, loss_fn, saved)
         ranks_here = self.transport.mine or tuple(range(ranks))
         routes = Routes(self.schedule.num_stages, checked_skips(skips, self.schedule.num_stages))
+        self.transport.connect(self.schedule, routes)
         placement = {rank: self.schedule.placement[rank] for rank in ranks_here}
         self._ties = resolve_ties(all_ties(tied, stages), self.stages, placement, self.transport)
-        copies = None if mesh is None else DataParallel(self.transport.group_like(mesh.get_group("dp")))
+        copies = None if mesh is None else DataParallel(self.transport.collective(mesh.get_group("dp")))
         self._gradients = Gradients(self.stages, self._ties, self.transport, ranks, copies)
         self._guard = Guard(self.transport, ranks_here[0], Path(reports or default_folder()))
         self._runner = StepRunner(

@@ -9,12 +9,12 @@ from numbers import Real
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sternway._torch.autograd import scale_each
 from sternway.errors import PipelineError
 from sternway.pipeline.step._stage import Stage, named_parameters
+from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._transport import Transport
 
 BUCKET_BYTES = 25 * 2**20
@@ -131,7 +131,7 @@ class Gradients:
         skip = {id(p) for tie in self._ties for place, p in enumerate(tie.here) if place or not tie.counted_here}
         parameters = self._parameters()
         grads = [p.grad for p in parameters if p.grad is not None]
-        square = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else "cpu")
+        square = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else self._transport.device)
         for parameter in parameters:
             if parameter.grad is not None and id(parameter) not in skip:
                 square += parameter.grad.double().square().sum()
@@ -156,8 +156,8 @@ class Gradients:
 class DataParallel:
     """Averages gradients over copies of the pipeline, in buckets."""
 
-    def __init__(self, group: Any) -> None:
-        self.group, self.size = group, dist.get_world_size(group)
+    def __init__(self, copies: Collective) -> None:
+        self._copies = copies
         self._running: list[tuple[Any, Tensor, list[Tensor]]] = []
 
     def start(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -177,13 +177,13 @@ class DataParallel:
 
     def _reduce(self, grads: list[Tensor]) -> None:
         flat = torch.cat([grad.flatten() for grad in grads])
-        self._running.append((dist.all_reduce(flat, group=self.group, async_op=True), flat, grads))
+        self._running.append((self._copies.sum(flat), flat, grads))
 
     def finish(self) -> None:
         """Wait for the averages and copy them into ``.grad``."""
         for work, flat, grads in self._running:
             work.wait()
-            flat /= self.size
+            flat /= self._copies.size
             for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
         self._running.clear()

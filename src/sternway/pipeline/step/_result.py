@@ -59,7 +59,10 @@ def collect(
             loss = torch.stack([stage.losses[i] for i in sorted(stage.losses)]).sum()
         if with_outputs:
             outputs = [stage.outputs[i] for i in sorted(stage.outputs)]
-    if everywhere:
+    if everywhere and transport.device.type == "cuda" and transport.mine:  # without a wait for the GPU
+        loss = torch.zeros((), device=transport.device) if loss is None else loss.float()
+        transport.copy_from(loss, schedule.rank_of(last), range(schedule.ranks))
+    elif everywhere:
         rows = transport.gather([[0.0 if loss is None else float(loss)]])
         loss = torch.tensor(rows[schedule.rank_of(last) if len(rows) > 1 else 0][0])
     return loss, outputs

@@ -15,6 +15,7 @@ import torch
 from sternway.errors import PipelineError
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import Stage
+from sternway.pipeline.step._times import Spans, StreamTimes
 from sternway.pipeline.transport._payload import Payload, pack
 from sternway.pipeline.transport._routes import MessageKey, RankProgram, Receive, Routes, Send
 from sternway.schedule import Action, Schedule
@@ -24,8 +25,8 @@ from sternway.schedule import Action, Schedule
 class RankStep:
     """What one rank needs for one step.
 
-    ``times`` gets one more (start, end) with each action done. ``on_weights_done`` is called with a stage after its
-    last W.
+    ``times`` gets one more (start, end) with each action done, and ``stream_times`` a mark at its start and at its end.
+    ``on_weights_done`` is called with a stage after its last W.
     """
 
     schedule: Schedule
@@ -36,7 +37,8 @@ class RankStep:
     training: bool
     keep_outputs: bool
     on_weights_done: Callable[[Stage], None]
-    times: list[tuple[float, float]]
+    times: Spans
+    stream_times: StreamTimes | None = None
 
 
 def run_rank(step: RankStep) -> RankProgram:
@@ -53,6 +55,8 @@ def run_rank(step: RankStep) -> RankProgram:
             for key in step.routes.received(action):
                 arrived[key] = yield Receive(key)
         start = time.perf_counter()
+        if step.stream_times is not None:
+            step.stream_times.mark()
         made: list[Send] = []
         for action in actions:
             try:
@@ -63,6 +67,8 @@ def run_rank(step: RankStep) -> RankProgram:
                 left[action.stage] -= 1
                 if not left[action.stage]:
                     step.on_weights_done(step.stages[action.stage])
+        if step.stream_times is not None:
+            step.stream_times.mark()
         step.times.append((start, time.perf_counter()))
         yield from made
 

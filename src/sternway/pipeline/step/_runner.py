@@ -29,12 +29,13 @@ from sternway.pipeline.step._microbatch import ChunkSpec, Microbatch
 from sternway.pipeline.step._result import StepResult, collect, gather_timeline
 from sternway.pipeline.step._run import RankStep, run_rank
 from sternway.pipeline.step._stage import Stage
+from sternway.pipeline.step._times import Spans, StreamTimes
 from sternway.pipeline.transport._facts import StepFacts, checksum
 from sternway.pipeline.transport._routes import Routes
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule
 
-RankTimes = dict[int, list[tuple[float, float]]]  # of each rank of this process: start and end of each action
+RankTimes = dict[int, Spans]  # of each rank of this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class StepRunner:
         microbatches = self._begin(batch, options.training)
         timeline, fine = None, True
         with self._whole_step():
-            times = self._run(microbatches, options.training, options.return_outputs)
+            times = self._run(microbatches, options.training, options.return_outputs, options.record)
             loss, outputs = collect(
                 self._stages, self._schedule, self._transport, options.loss_everywhere, options.return_outputs
             )
@@ -117,11 +118,18 @@ class StepRunner:
     def _facts(self, microbatches: list[Microbatch], training: bool) -> StepFacts:
         return StepFacts(self._checksum, shapes_checksum(microbatches), training)
 
-    def _run(self, microbatches: list[Microbatch], training: bool, keep_outputs: bool) -> RankTimes:
-        """Run every action of this process's ranks. Afterwards the gradients are complete."""
+    def _run(
+        self, microbatches: list[Microbatch], training: bool, keep_outputs: bool = False, record: bool = False
+    ) -> RankTimes:
+        """Run every action of this process's ranks. Afterwards the gradients are complete.
+
+        Returns:
+            When the actions ran; on a GPU, if ``record``. Then the host waits for it.
+        """
         random_state = torch.get_rng_state()
         times: RankTimes = {rank: [] for rank in self._ranks_here}
-        first = self._ranks_here[0]
+        device, first = self._transport.device, self._ranks_here[0]
+        on_gpu = {rank: StreamTimes(device) for rank in times} if record and device.type == "cuda" else {}
         self._guard.follow(Progress(self.steps, first, self._schedule, times[first]))
         programs = {
             rank: run_rank(
@@ -135,6 +143,7 @@ class StepRunner:
                     keep_outputs=keep_outputs,
                     on_weights_done=self._gradients.stage_done,
                     times=times[rank],
+                    stream_times=on_gpu.get(rank),
                 )
             )
             for rank in self._ranks_here
@@ -143,7 +152,7 @@ class StepRunner:
         if training:
             self._gradients.finish()
             self._last = microbatches, random_state
-        return times
+        return {rank: marks.read() for rank, marks in on_gpu.items()} or times
 
     @contextmanager
     def _whole_step(self) -> Iterator[None]:
@@ -221,7 +230,7 @@ class StepRunner:
         with self._whole_step(), _nonfinite.looking(modules, rank_of) as found:
             self._transport.exchange(lambda: self._facts(microbatches, True))
             torch.set_rng_state(random_state)
-            self._run(microbatches, True, False)
+            self._run(microbatches, True)
             torch.set_rng_state(now)
             if last in self._stages:
                 found += _nonfinite.in_losses(self._stages[last].losses.values(), last, rank_of[last])

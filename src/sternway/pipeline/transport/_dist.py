@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, final
@@ -15,10 +14,14 @@ from torch import Tensor
 from sternway._torch import require
 from sternway.errors import LostRankError, PipelineError
 from sternway.pipeline.faults._lost import Position
+from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._crew import Crew
 from sternway.pipeline.transport._facts import StepFacts
 from sternway.pipeline.transport._groups import ProcessGroups, check_members
+from sternway.pipeline.transport._links import GlooLinks, Links
 from sternway.pipeline.transport._messenger import Messenger
+from sternway.pipeline.transport._nccl import NcclLinks
+from sternway.pipeline.transport._place import check_device, join_processes, one_kind, with_index
 from sternway.pipeline.transport._routes import RankProgram, Receive, Routes
 from sternway.pipeline.transport._transport import Transport, device_of
 from sternway.schedule import Schedule
@@ -32,7 +35,7 @@ class DistTransport(Transport):
 
     Args:
         ranks: the global ranks that form the pipeline, in its order; all by default.
-        device: where stages compute; NCCL is used for a CUDA device, gloo for the CPU.
+        device: where the stages must be: "cpu" or "cuda", over gloo or NCCL; wherever they are by default.
         dynamic: the shapes of stages' outputs depend on the data, so they are sent every time.
         timeout: how many seconds to wait for a message before giving up.
         heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to watch for none.
@@ -42,7 +45,7 @@ class DistTransport(Transport):
     def __init__(
         self,
         ranks: Sequence[int] | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         *,
         dynamic: bool = False,
         timeout: float = 600,
@@ -52,17 +55,14 @@ class DistTransport(Transport):
         for name, value in (("timeout", timeout), ("heartbeat_timeout", heartbeat_timeout)):
             if not isinstance(value, int | float) or not 0 <= value < 1e6 or (name == "timeout" and value == 0):
                 raise PipelineError(f"{name} must be a number of seconds", got=repr(value), fix=f"pass {name}=30")
-        if not dist.is_initialized():
-            raise PipelineError(
-                "a pipeline over several processes needs torch.distributed",
-                got="no process group",
-                fix="start with torchrun and call torch.distributed.init_process_group(), or pass LocalTransport()",
-            )
+        join_processes()
         require("pipeline")
-        self.device, members = device_of(device), check_members(ranks)
+        self._wanted = None if device is None else device_of(device)
+        self.device, members = torch.device("cpu"), check_members(ranks)
         self._watched = list(watched or members)
-        self._groups = ProcessGroups(members, self.device, timeout, heartbeat_timeout, self._watched)
-        self._messenger = Messenger(self._groups, dynamic)
+        self._groups = ProcessGroups(members, timeout, heartbeat_timeout, self._watched)
+        self._messenger: Messenger | None = None  # until it is known where the stages are
+        self._dynamic = dynamic
         self._exchanges = 0
         self.ranks, self.rank = len(members), self._groups.rank
         self.mine = (self.rank,)
@@ -70,20 +70,37 @@ class DistTransport(Transport):
         if self.watch is not None:
             self.watch.follow(awaited=self._awaited)
 
+    def place(self, devices: Sequence[torch.device]) -> None:
+        everyone = self.crew().agree(lambda: check_device(devices, self._wanted))
+        kind = one_kind(everyone)
+        self.device = everyone[self.rank] or with_index(torch.device(kind))
+        self._links: Links = NcclLinks(self._groups, self.device) if kind == "cuda" else GlooLinks(self._groups)
+        self._messenger = Messenger(self._groups, self._links, self._dynamic)
+
+    def connect(self, schedule: Schedule, routes: Routes) -> None:
+        self._messages.connect(schedule, routes)
+
+    @property
+    def _messages(self) -> Messenger:
+        assert self._messenger is not None, "place() comes first"
+        return self._messenger
+
     def drive(self, programs: dict[int, RankProgram], schedule: Schedule, routes: Routes, training: bool) -> None:
-        program, messenger = programs[self.rank], self._messenger
-        messenger.begin(schedule, routes, training)
+        program, messages = programs[self.rank], self._messages
+        messages.begin(training)
         try:
             request = next(program)
             while True:
                 if isinstance(request, Receive):
-                    request = program.send(messenger.receive(request.key))
+                    request = program.send(messages.receive(request.key))
                 else:
-                    messenger.send(request.key, request.payload)
+                    messages.send(request.key, request.payload)
                     request = next(program)
         except StopIteration:
             pass
-        messenger.finish()
+        messages.finish()
+        if self.watch is not None and self.watch.lost is not None:  # on a GPU, garbage may have been computed since
+            raise self.watch.lost.error(self.rank)
 
     # All ranks at once
 
@@ -105,46 +122,41 @@ class DistTransport(Transport):
             cause = self._groups.attempt(self._groups.store.get, key).decode()
             raise PipelineError("another rank could not begin", got=cause, fix="remove the cause on that rank")
         found = [StepFacts.from_numbers(numbers) for _, *numbers in rows]
-        self._messenger.begin_batch([(facts.shapes, facts.training) for facts in found])
+        if self._messenger is not None:
+            self._messenger.begin_batch([(facts.shapes, facts.training) for facts in found])
         return found
 
     def gather(self, numbers: Sequence[Sequence[float]]) -> list[list[float]]:
-        mine = torch.tensor(numbers[0], dtype=torch.float64, device=self.device)
+        mine = torch.tensor(numbers[0], dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.ranks)]
         self._groups.attempt(dist.all_gather, rows, mine, group=self._groups.control)
         return [row.tolist() for row in rows]
 
     def add(self, tensors: list[Tensor], ranks: Sequence[int]) -> None:
-        group = self._groups.of_ranks(ranks)
+        group = self._groups.of_ranks(ranks, self.device)
         for tensor in tensors:
-            self._groups.attempt(dist.all_reduce, tensor, group=group)
+            self._groups.attempt(self._groups.attempt(group.sum, tensor).wait)
 
     def copy_from(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> None:
-        group = self._groups.of_ranks(ranks)
-        self._groups.attempt(dist.broadcast, tensor, self._groups.members[source], group=group)
+        group = self._groups.of_ranks(ranks, self.device)
+        self._groups.attempt(self._groups.attempt(group.copy, tensor, list(ranks).index(source)).wait)
 
     def delay(self, nbytes: int) -> float:
         """Half of a round trip between the first two ranks: the median of several."""
-        message = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=self.device)
-        groups, found = self._groups, []
-        for _ in range(_PINGS if self.ranks > 1 and self.rank < 2 else 0):
-            there, start = groups.members[1 - self.rank], time.perf_counter()
-            for is_send in (self.rank == 0, self.rank == 1):
-                call = dist.isend if is_send else dist.irecv
-                groups.attempt(groups.attempt(call, message, there, group=groups.activations).wait)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            found.append((time.perf_counter() - start) / 2)
-        return self.gather([[statistics.median(found or [0.0])]])[0][0]
+        found = [0.0]
+        if self.ranks > 1 and self.rank < 2:
+            message = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=self.device)
+            found = [self._links.round_trip(message, 1 - self.rank) / 2 for _ in range(_PINGS)]
+        return self.gather([[statistics.median(found)]])[0][0]
 
     def crew(self) -> Crew:
         return Crew(self._groups.control, self.explain)
 
     def crew_apart(self, members: Sequence[int] | None = None) -> Crew:
-        return Crew(self._groups.new(members or self._groups.members, "gloo"), self.explain)
+        return Crew(self._groups.new(members or self._groups.members), self.explain)
 
-    def group_like(self, group: Any) -> Any:
-        return self._groups.new(dist.get_process_group_ranks(group))
+    def collective(self, group: Any) -> Collective:
+        return self._groups.of_members(dist.get_process_group_ranks(group), self.device)
 
     # Failure
 
@@ -153,16 +165,20 @@ class DistTransport(Transport):
 
     def fail(self, error: BaseException) -> None:
         self._groups.tell(error)
-        self._messenger.close()
+        self._drop_messages()
         self._groups.close(failed=True)
 
     def close(self) -> None:
-        self._messenger.close()
+        self._drop_messages()
         self._groups.close()
+
+    def _drop_messages(self) -> None:
+        if self._messenger is not None:
+            self._messenger.close()
 
     def _awaited(self, place: int) -> Position | None:
         """The action that this rank waits for, if it is the watched rank at this place that does it."""
-        awaited = self._messenger.awaited
+        awaited = None if self._messenger is None else self._messenger.awaited
         if awaited is None or self.watch is None or self._watched[place] != self._groups.members[awaited[1]]:
             return None
         key = awaited[0]
@@ -183,7 +199,7 @@ def default_transport(mesh: Any, dynamic: bool, heartbeat_timeout: float) -> Dis
         )
     return DistTransport(
         dist.get_process_group_ranks(mesh.get_group("pp")),
-        "cuda" if mesh.device_type == "cuda" else "cpu",
+        mesh.device_type,
         dynamic=dynamic,
         heartbeat_timeout=heartbeat_timeout,
         watched=mesh.mesh.flatten().tolist(),

@@ -1,6 +1,7 @@
 """The process groups of a pipeline over torch.distributed, and what happens to them when a rank is lost.
 
-A pipeline has three groups of its own: for activations, for gradients, and for control. A rank that fails says why
+A pipeline has three gloo groups of its own: for activations (on GPUs, for their descriptions), for gradients, and for
+control. On GPUs it also has NCCL communicators, for which no host waits. A rank that fails says why
 through the store (``faults/_watch.py``) and closes its groups; whoever waits for it is woken by the closed connection,
 reads the store, and does the same. A rank that says nothing is missed after a while; then those that wait for it have
 their own connections cut.
@@ -22,6 +23,7 @@ from sternway.errors import LostRankError, PipelineError
 from sternway.pipeline.faults import _sockets
 from sternway.pipeline.faults._lost import LostRank
 from sternway.pipeline.faults._watch import Watch
+from sternway.pipeline.transport._collective import Collective, GlooCollective, NcclCollective
 
 
 class ProcessGroups:
@@ -35,21 +37,21 @@ class ProcessGroups:
     def __init__(
         self,
         members: list[int],
-        device: torch.device,
         timeout: float,
         heartbeat_timeout: float,
         watched: Sequence[int],
     ) -> None:
-        self.members, self.device, self.rank = members, device, members.index(dist.get_rank())
+        self.members, self.rank = members, members.index(dist.get_rank())
         self.watch: Watch | None = None
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout = timeout
         self._sockets: _sockets.Sockets = frozenset()
         self._disposable: list[Any] = []
+        self._communicators: list[Any] = []
         self.activations: Any = self.new(members)
         self.gradients: Any = self.new(members)
         self.control: Any = self.new(members)
-        self._subgroups: dict[tuple[int, ...], Any] = {tuple(range(len(members))): self.control}
-        store = distributed.default_store()
+        self._collectives: dict[tuple[torch.device, tuple[int, ...]], Collective] = {}
+        self._default_store = store = distributed.default_store()
         self._store_port = distributed.store_port(store)
         self.store = PrefixStore(f"sternway/{self.control.group_name}", store)
         if heartbeat_timeout and len(watched) > 1:
@@ -63,27 +65,52 @@ class ProcessGroups:
                 self.wake,
             )
 
-    def new(self, members: Sequence[int], backend: str | None = None) -> Any:
-        """A new group of these global ranks. If that is not all processes, only its members make it.
+    def new(self, members: Sequence[int]) -> Any:
+        """A new gloo group of these global ranks. If that is not all processes, only its members make it.
 
         torch names such a group after its members, and a new group of the same name finds in the store what the old one
         left there. So these groups are not destroyed while the process runs.
         """
-        backend = backend or ("nccl" if self.device.type == "cuda" else "gloo")
         before = _sockets.opened()
         some = len(members) < dist.get_world_size()
-        group = dist.new_group(list(members), self._timeout, backend, use_local_synchronization=some)
+        timeout = timedelta(seconds=self._timeout)
+        group = dist.new_group(list(members), timeout, "gloo", use_local_synchronization=some)
         if not some:
             self._disposable.append(group)
         self._sockets |= _sockets.opened() - before
         return group
 
-    def of_ranks(self, ranks: Sequence[int]) -> Any:
-        """The group of some of the pipeline's ranks, made once."""
-        key = tuple(ranks)
-        if key not in self._subgroups:
-            self._subgroups[key] = self.new([self.members[rank] for rank in key])
-        return self._subgroups[key]
+    def communicator(self, ranks: Sequence[int], device: torch.device) -> Any:
+        """An NCCL communicator of some of the pipeline's ranks; all of them call this."""
+        return self._communicator([self.members[rank] for rank in ranks], device)
+
+    def _communicator(self, members: Sequence[int], device: torch.device) -> Any:
+        name = _new_prefix(self._default_store, members)
+        made = self.attempt(
+            distributed.nccl_communicator,
+            self._default_store,
+            name,
+            members.index(dist.get_rank()),
+            members,
+            device,
+            self._timeout,
+        )
+        self._communicators.append(made)
+        return made
+
+    def of_ranks(self, ranks: Sequence[int], device: torch.device) -> Collective:
+        """Some of the pipeline's ranks, for sums and copies; made once."""
+        key = device, tuple(ranks)
+        if key not in self._collectives:
+            self._collectives[key] = self.of_members([self.members[rank] for rank in ranks], device)
+        return self._collectives[key]
+
+    def of_members(self, members: Sequence[int], device: torch.device) -> Collective:
+        """These global ranks, for sums and copies; all of them call this."""
+        if device.type == "cuda":
+            return NcclCollective(self._communicator(members, device), len(members))
+        whole = list(members) == self.members
+        return GlooCollective(self.control if whole else self.new(members))
 
     def attempt(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call something that needs the other ranks. If a connection is lost, say which rank was."""
@@ -100,9 +127,7 @@ class ProcessGroups:
     def wake(self) -> None:
         """Cut the connections of all groups, so that threads that wait on them wake up."""
         _sockets.cut(self._sockets, self._store_port)
-        if self.device.type == "cuda":  # NCCL's groups can be aborted from another thread
-            for group in (self.activations, self.gradients, self.control):
-                distributed.abort_group(group)
+        distributed.abort_communicators(self._communicators)
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks of this rank's error, unless it is about the loss of another."""
@@ -114,11 +139,16 @@ class ProcessGroups:
         if self.watch is not None:
             self.watch.stop()
         if failed:
-            groups = (self.activations, self.gradients, self.control, *self._subgroups.values())
+            distributed.abort_communicators(self._communicators)
+            groups = (self.activations, self.gradients, self.control, *self._disposable)
             self._disposable = list({id(group): group for group in groups}.values())
             del groups
+        else:
+            for communicator in self._communicators:
+                self.attempt(distributed.close_communicator, communicator)
+        self._communicators.clear()
         self.activations = self.gradients = self.control = None  # connections close with the last reference
-        self._subgroups.clear()
+        self._collectives.clear()
         while self._disposable:
             dist.destroy_process_group(self._disposable.pop())
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from sternway.errors import PipelineError
+from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._crew import Crew
 from sternway.pipeline.transport._facts import StepFacts
 from sternway.pipeline.transport._payload import Payload
@@ -32,6 +33,12 @@ class LocalTransport(Transport):
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.ranks, self.mine = 0, ()
         self.device = device_of(device)
+
+    def place(self, devices: Sequence[torch.device]) -> None:
+        self.device = devices[0] if len(devices) == 1 else self.device
+
+    def connect(self, schedule: Schedule, routes: Routes) -> None:
+        """Nothing to do: messages stay in the process."""
 
     def drive(self, programs: dict[int, RankProgram], schedule: Schedule, routes: Routes, training: bool) -> None:
         mail: dict[MessageKey, Payload] = {}
@@ -71,6 +78,9 @@ class LocalTransport(Transport):
 
     def crew_apart(self, members: Sequence[int] | None = None) -> Crew:
         return Crew()
+
+    def collective(self, group: Any) -> Collective:
+        raise PipelineError("a mesh needs one process for each rank", got="LocalTransport()", fix="pass no transport")
 
     def explain(self, error: Exception) -> PipelineError:
         return PipelineError("a step failed", got=f"{type(error).__name__}: {error}", fix="see the traceback")

@@ -1,16 +1,17 @@
-"""Sends and receives the messages of one rank, over torch.distributed.
+"""Sends and receives the messages of one rank.
 
-Activations and gradients have a process group each. Sends are asynchronous, and their tensors are kept until they are
-done. Receives are posted ahead, in the order in which the sender sends: NCCL needs that, gloo does not mind.
+Receives are posted ahead, in the order in which the sender sends: NCCL needs that, gloo does not mind.
 
 The first time, each activation is preceded by its description (``Spec``). Both sides keep it, and send tensors alone
-while the batch has the same shapes. A gradient needs no description: it is like its activation.
+while the batch has the same shapes. A gradient needs no description: it is like its activation. Descriptions travel
+from host to host, over gloo.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,47 +20,50 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sternway.errors import PipelineError
-from sternway.pipeline.transport._buffers import Buffers
 from sternway.pipeline.transport._groups import ProcessGroups
+from sternway.pipeline.transport._links import Arriving, Links
+from sternway.pipeline.transport._order import Edge, Expected, edge_of, expected
 from sternway.pipeline.transport._payload import Payload, Spec
-from sternway.pipeline.transport._routes import MAIN, MessageKey, Routes
+from sternway.pipeline.transport._routes import MessageKey, Routes
 from sternway.schedule import Schedule
 
 AHEAD = 2
-"""How many receives are posted before they are needed, from each rank in each direction."""
-
-
-@dataclass(slots=True)
-class _Posted:
-    works: list[Any]
-    spec: Spec
-    buffers: list[Tensor]
+"""How many receives are posted before they are needed, on each edge."""
 
 
 @dataclass(slots=True)
 class _Incoming:
-    """What one other rank sends to this one in one direction: what is posted, and then what follows, in order."""
+    """What arrives on one edge: what is posted, and then what follows, in order."""
 
-    source: int
-    posted: dict[MessageKey, _Posted] = field(default_factory=dict)
-    queue: deque[MessageKey] = field(default_factory=deque)
+    queue: deque[Expected]
+    posted: dict[MessageKey, tuple[Spec, Arriving]] = field(default_factory=dict)
 
 
 class Messenger:
     """The messages of one rank. If ``dynamic``, descriptions are sent every time, because shapes depend on the data."""
 
-    def __init__(self, groups: ProcessGroups, dynamic: bool) -> None:
+    def __init__(self, groups: ProcessGroups, links: Links, dynamic: bool) -> None:
         self.awaited: tuple[MessageKey, int] | None = None  # what this rank waits for, and from which rank
-        self._groups, self._dynamic = groups, dynamic
+        self._groups, self._links, self._dynamic = groups, links, dynamic
         self._batch: Any = None  # what all ranks said about the batch before this step
         self._keep_specs = False  # whether this step's activations come without descriptions
         self._specs: dict[MessageKey, Spec] = {}
-        self._buffers = Buffers(groups.device)
         self._local: dict[MessageKey, Payload] = {}  # from a stage of this rank to another one of this rank
-        self._sending: dict[MessageKey, list[tuple[Any, Tensor]]] = {}  # works, and the tensors they read
-        self._incoming: dict[tuple[int, bool], _Incoming] = {}
+        self._describing: list[tuple[Any, Tensor]] = []  # works, and the tensors they read
+        self._incoming: dict[Edge, _Incoming] = {}
+        self._sent = 0  # how many messages left this rank in this step
         self._rank_of: tuple[int, ...] = ()
-        self._channels: dict[str, int] = {}
+        self._tag: Callable[[MessageKey], int] = lambda key: 0
+        self._expected: dict[bool, dict[Edge, list[Expected]]] = {}  # in training, and in evaluation
+
+    def connect(self, schedule: Schedule, routes: Routes) -> None:
+        """Get ready for the messages of a schedule. All ranks call it together."""
+        self._rank_of = schedule.stage_ranks()
+        self._tag = routes.tag
+        self._expected = {
+            training: expected(schedule, routes, training, self._groups.rank) for training in (False, True)
+        }
+        self._links.connect(schedule, routes)
 
     def begin_batch(self, batch: Any) -> None:
         """Given what all ranks said about the batch: descriptions are kept while that stays the same."""
@@ -68,53 +72,53 @@ class Messenger:
             self._specs.clear()
         self._batch = batch
 
-    def begin(self, schedule: Schedule, routes: Routes, training: bool) -> None:
+    def begin(self, training: bool) -> None:
         """Get ready for the messages of one step, and post the first receives."""
-        self._rank_of = schedule.stage_ranks()
-        self._channels = {name: number for number, name in enumerate([MAIN, *sorted(routes.skips)])}
-        self._incoming = _incoming(schedule, routes, training, self._groups.rank)
+        self._incoming = {edge: _Incoming(deque(messages)) for edge, messages in self._expected[training].items()}
+        self._sent = 0
         # What is described again in this step is not known before it arrives.
         self._specs = {key: spec for key, spec in self._specs.items() if self._keep_specs and not spec.varies}
         self._post()
 
     def finish(self) -> None:
-        """Wait until all that was sent has left."""
-        for key in list(self._sending):
-            self._finish_sending(key)
-        self._buffers.clear()
+        """All messages of the step were sent and received."""
+        for work, _ in self._describing:
+            self._groups.attempt(work.wait)
+        self._describing.clear()
+        self._links.end_step()
 
     def close(self) -> None:
         """Drop what is under way."""
-        for under_way in (self._sending, self._incoming, self._local):
+        for under_way in (self._describing, self._incoming, self._local):
             under_way.clear()
+        self._links.drop()
 
     # Receiving
 
     def receive(self, key: MessageKey) -> Payload:
-        """Wait for a message."""
-        source = self._rank_of[key.source]
-        if source == self._groups.rank:
+        """Wait for a message; on a GPU, let the current stream wait."""
+        edge = edge_of(key, self._rank_of)
+        if edge.source == self._groups.rank:
             return self._local.pop(key)
-        incoming = self._incoming[source, key.is_gradient]
-        self.awaited = key, source
-        if key not in incoming.posted:
-            incoming.queue.remove(key)
-            self._start_receive(key, self._known_spec(key) or self._receive_spec(key, source), incoming)
-        for work in incoming.posted[key].works:
-            self._groups.attempt(work.wait)
+        incoming = self._incoming[edge]
+        self.awaited = key, edge.source
+        while key not in incoming.posted:  # what is sent before it is posted before it
+            self._start_receive(incoming, edge.source)
+        spec, arriving = incoming.posted.pop(key)
+        arriving.wait()
         self.awaited = None
-        arrived = incoming.posted.pop(key)
-        self._finish_sending(key.back)  # this answers it, so it has arrived
+        self._links.answered(key.back)
         self._post()
-        return arrived.spec, arrived.buffers
+        return spec, arriving.tensors
 
     def _post(self) -> None:
-        for incoming in self._incoming.values():
-            while incoming.queue and len(incoming.posted) < AHEAD:
-                spec = self._known_spec(incoming.queue[0])
-                if spec is None:
-                    break
-                self._start_receive(incoming.queue.popleft(), spec, incoming)
+        for edge, incoming in self._incoming.items():
+            while incoming.queue and len(incoming.posted) < AHEAD and self._may_post(incoming.queue[0]):
+                self._start_receive(incoming, edge.source)
+
+    def _may_post(self, message: Expected) -> bool:
+        in_time = self._links.host_waits or message.after <= self._sent
+        return in_time and self._known_spec(message.key) is not None
 
     def _known_spec(self, key: MessageKey) -> Spec | None:
         """What a message looks like, if that is known before it comes."""
@@ -124,23 +128,19 @@ class Messenger:
         spec = self._specs.get(key) if self._keep_specs else None
         return None if spec is None or spec.varies else spec
 
-    def _start_receive(self, key: MessageKey, spec: Spec, incoming: _Incoming) -> None:
-        buffers = [self._buffers.take(described) for described in spec.tensors]
-        works = [self._irecv(buffer, key, incoming.source) for buffer in buffers]
-        incoming.posted[key] = _Posted(works, spec, buffers)
+    def _start_receive(self, incoming: _Incoming, source: int) -> None:
+        key = incoming.queue.popleft().key
+        spec = self._known_spec(key) or self._receive_spec(key, source)
+        incoming.posted[key] = spec, self._links.receive(key, spec, source)
 
     def _receive_spec(self, key: MessageKey, source: int) -> Spec:
-        size = torch.empty(1, dtype=torch.int64, device=self._groups.device)
-        self._groups.attempt(self._irecv(size, key, source).wait)
-        text = torch.empty(int(size.item()), dtype=torch.uint8, device=self._groups.device)
-        self._groups.attempt(self._irecv(text, key, source).wait)
-        spec: Spec = pickle.loads(text.cpu().numpy().tobytes())
+        size = torch.empty(1, dtype=torch.int64)
+        self._groups.attempt(self._describe(dist.irecv, size, key, source).wait)
+        text = torch.empty(int(size.item()), dtype=torch.uint8)
+        self._groups.attempt(self._describe(dist.irecv, text, key, source).wait)
+        spec: Spec = pickle.loads(text.numpy().tobytes())
         self._specs[key] = spec
         return spec
-
-    def _irecv(self, tensor: Tensor, key: MessageKey, source: int) -> Any:
-        source = self._groups.members[source]
-        return self._groups.attempt(dist.irecv, tensor, source, group=self._group(key), tag=self.tag(key))
 
     # Sending
 
@@ -162,41 +162,17 @@ class Messenger:
                     got=f"{spec.shapes()}, not {known.shapes()}",
                     fix="pass dynamic=True, if the shapes of outputs depend on the data",
                 )
-        for tensor in tensors:
-            self._isend(tensor, key, target)
+        self._links.send(key, tensors, target)
+        self._sent += 1
+        if not self._links.host_waits:  # what depends on this message may be posted now
+            self._post()
 
     def _send_spec(self, key: MessageKey, spec: Spec, target: int) -> None:
-        device = self._groups.device
-        text = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8).to(device)
-        self._isend(torch.tensor([text.numel()], dtype=torch.int64, device=device), key, target)
-        self._isend(text, key, target)
+        text = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8)
+        for tensor in (torch.tensor([text.numel()], dtype=torch.int64), text):
+            self._describing.append((self._describe(dist.isend, tensor, key, target), tensor))
         self._specs[key] = spec
 
-    def _isend(self, tensor: Tensor, key: MessageKey, target: int) -> None:
-        tensor, target = tensor.contiguous(), self._groups.members[target]
-        work = self._groups.attempt(dist.isend, tensor, target, group=self._group(key), tag=self.tag(key))
-        self._sending.setdefault(key, []).append((work, tensor))
-
-    def _finish_sending(self, key: MessageKey) -> None:
-        for work, _ in self._sending.pop(key, ()):
-            self._groups.attempt(work.wait)
-
-    def tag(self, key: MessageKey) -> int:
-        """A number that no other message has in its group and step; the tensors of one message arrive in order."""
-        number = key.microbatch * len(self._channels) + self._channels[key.channel]
-        return number * len(self._rank_of) + key.source
-
-    def _group(self, key: MessageKey) -> Any:
-        return self._groups.gradients if key.is_gradient else self._groups.activations
-
-
-def _incoming(schedule: Schedule, routes: Routes, training: bool, rank: int) -> dict[tuple[int, bool], _Incoming]:
-    """What arrives at ``rank`` in a step, by the rank it comes from and whether it is a gradient."""
-    found: dict[tuple[int, bool], _Incoming] = {}
-    rank_of = schedule.stage_ranks()
-    for source, steps in enumerate(schedule.actions):
-        for action in (action for step in steps for action in step.actions):
-            for key in routes.sent(action) if source != rank and (training or action.op == "F") else ():
-                if rank_of[key.target] == rank:
-                    found.setdefault((source, key.is_gradient), _Incoming(source)).queue.append(key)
-    return found
+    def _describe(self, call: Any, tensor: Tensor, key: MessageKey, other: int) -> Any:
+        members, group = self._groups.members, self._groups.activations
+        return self._groups.attempt(call, tensor, members[other], group=group, tag=self._tag(key))

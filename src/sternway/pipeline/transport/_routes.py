@@ -69,6 +69,11 @@ class Routes:
         main = {MAIN: stage + 1} if stage + 1 < self.num_stages else {}
         return main | {name: target for name, (source, target) in self.skips.items() if source == stage}
 
+    def tag(self, key: MessageKey) -> int:
+        """A number that no other activation of a step has, and no other gradient."""
+        channels = [MAIN, *sorted(self.skips)]
+        return (key.microbatch * len(channels) + channels.index(key.channel)) * self.num_stages + key.source
+
     def received(self, action: Action) -> list[MessageKey]:
         """The messages that an action waits for."""
         if action.op == "W":

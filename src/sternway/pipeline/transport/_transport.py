@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sternway.errors import PipelineError
 from sternway.pipeline.faults._watch import Watch
+from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._crew import Crew
 from sternway.pipeline.transport._facts import StepFacts
 from sternway.pipeline.transport._routes import RankProgram, Routes
@@ -27,7 +28,7 @@ class Transport(ABC):
     Attributes:
         ranks: how many ranks the pipeline has; 0 if the schedule decides.
         mine: the one rank that this process runs; empty if this process runs all.
-        device: where received tensors go.
+        device: where the stages of this process are.
         watch: finds ranks that are lost; None if there is nothing to watch.
     """
 
@@ -35,6 +36,18 @@ class Transport(ABC):
     mine: tuple[int, ...]
     device: torch.device
     watch: Watch | None = None
+
+    @abstractmethod
+    def place(self, devices: Sequence[torch.device]) -> None:
+        """Learn on which devices the stages of this process are. All ranks call it together, before anything else.
+
+        Raises:
+            PipelineError: on every rank, if messages cannot be sent between the devices of all ranks.
+        """
+
+    @abstractmethod
+    def connect(self, schedule: Schedule, routes: Routes) -> None:
+        """Open what the messages of a schedule need. All ranks call it together, once the schedule is known."""
 
     @abstractmethod
     def drive(self, programs: dict[int, RankProgram], schedule: Schedule, routes: Routes, training: bool) -> None:
@@ -68,9 +81,9 @@ class Transport(ABC):
     def crew_apart(self, members: Sequence[int] | None = None) -> Crew:
         """The pipeline's processes, or these global ranks, with a group of their own, for use in another thread."""
 
-    def group_like(self, group: Any) -> Any:
-        """A process group with the same ranks, which is woken and destroyed together with the pipeline's own."""
-        return group
+    @abstractmethod
+    def collective(self, group: Any) -> Collective:
+        """The ranks of a process group, for sums that end together with the pipeline."""
 
     @abstractmethod
     def explain(self, error: Exception) -> PipelineError:
