@@ -177,6 +177,23 @@ def test_two_copies_of_two_ranks() -> None:
     on_ranks(4, _data_parallel)
 
 
+def _ties_then_copies(rank: int) -> None:
+    """Ranks 0 and 3 have summed something by themselves. Groups that are made later must still find each other."""
+    model = GPT(vocabulary=11, dim=DIM, heads=2, layers=4, length=6)
+    model.head.weight = model.tokens.weight
+    tokens = torch.randint(0, 11, (8, 6))
+    pipe = Pipeline(
+        model, schedule="1f1b", n_microbatches=4, loss_fn=lambda y, t: F.cross_entropy(y.flatten(0, 1), t.flatten())
+    )
+    pipe.step(tokens, target=tokens)
+    pipe.close()
+    _data_parallel(rank)
+
+
+def test_copies_after_ties() -> None:
+    on_ranks(4, _ties_then_copies)
+
+
 class Breaks(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ pytestmark = [
 ]
 
 DIM = 32
-CLOSE = {"rtol": 2e-3, "atol": 1e-5}
+CLOSE = {"rtol": 2e-3, "atol": 5e-5}
 
 
 @contextmanager
@@ -107,7 +107,7 @@ def run_schedule(rank: int, ranks: int, name: str) -> None:
         compare(pipe, held, reference, *batch(size, length))
     timeline = pipe.step(x, target=target).timeline
     assert [[event.action for event in r] for r in timeline.events] == [list(r) for r in plan.actions]
-    assert all(a.end <= b.start + 1e-6 for events in timeline.events for a, b in pairwise(events))
+    assert all(a.end <= b.start + 1e-5 for events in timeline.events for a, b in pairwise(events))
     outputs = pipe.evaluate(x, target=target, loss_everywhere=True)
     with torch.no_grad():
         expected = reference(x)

@@ -1,4 +1,4 @@
-"""Process groups and their store; NCCL communicators; checkpoints' descriptions."""
+"""Process groups and their store; communicators; checkpoints' descriptions."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _agent_holds_store() -> bool:
     return isinstance(found, bool)
 
 
-# NCCL communicators that are no process groups of torch's, for the pipeline
+# Communicators that are no process groups of torch's, for the pipeline
 
 
 def has_nccl() -> bool:
@@ -127,6 +127,13 @@ def nccl_communicator(
     return made
 
 
+def gloo_communicator(store: Any, name: str, rank: int, members: Sequence[int], timeout: float) -> Any:
+    """The same of CPUs. Where only some processes call ``new_group``, torch's later groups get different names."""
+    kind: Any = dist.ProcessGroupGloo
+    prefixed = dist.distributed_c10d.PrefixStore(name, store)
+    return kind(prefixed, rank, len(members), timedelta(seconds=timeout))
+
+
 def post_message(communicator: Any, tensors: Sequence[Tensor], peer: int, *, is_send: bool) -> Any:
     """Start to send tensors to a process of a communicator, or to receive them, as one operation; returns the work.
 
@@ -148,13 +155,15 @@ def post_message(communicator: Any, tensors: Sequence[Tensor], peer: int, *, is_
 
 def start_sum(communicator: Any, tensor: Tensor) -> Any:
     """Start to replace a tensor by its sum over the processes of a communicator; returns the work."""
-    return communicator.allreduce([tensor], dist.distributed_c10d.AllreduceOptions())
+    options = dist.distributed_c10d.AllreduceOptions()
+    options.asyncOp = True
+    return communicator.allreduce([tensor], options)
 
 
 def start_copy(communicator: Any, tensor: Tensor, source: int) -> Any:
     """Start to overwrite a tensor by that of one process of a communicator; returns the work."""
     options = dist.distributed_c10d.BroadcastOptions()
-    options.rootRank = source
+    options.rootRank, options.asyncOp = source, True
     return communicator.broadcast([tensor], options)
 
 
@@ -194,7 +203,7 @@ def _communicator() -> bool:
     options = kind.Options()
     options._timeout, options.group_name, options.global_ranks_in_group = timedelta(seconds=1), "name", [0, 1]
     made = [dist.distributed_c10d.AllreduceOptions(), dist.distributed_c10d.BroadcastOptions()]
-    return all(callable(getattr(kind, name)) for name in methods) and hasattr(made[1], "rootRank")
+    return all(callable(getattr(kind, name)) for name in methods) and all(hasattr(each, "asyncOp") for each in made)
 
 
 # Checkpoints' descriptions, for the pipeline

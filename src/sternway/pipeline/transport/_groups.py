@@ -23,7 +23,7 @@ from sternway.errors import LostRankError, PipelineError
 from sternway.pipeline.faults import _sockets
 from sternway.pipeline.faults._lost import LostRank
 from sternway.pipeline.faults._watch import Watch
-from sternway.pipeline.transport._collective import Collective, GlooCollective, NcclCollective
+from sternway.pipeline.transport._collective import Collective
 
 
 class ProcessGroups:
@@ -50,7 +50,7 @@ class ProcessGroups:
         self.activations: Any = self.new(members)
         self.gradients: Any = self.new(members)
         self.control: Any = self.new(members)
-        self._collectives: dict[tuple[torch.device, tuple[int, ...]], Collective] = {}
+        self._collectives: dict[tuple[int, ...], Collective] = {}
         self._default_store = store = distributed.default_store()
         self._store_port = distributed.store_port(store)
         self.store = PrefixStore(f"sternway/{self.control.group_name}", store)
@@ -85,32 +85,26 @@ class ProcessGroups:
         return self._communicator([self.members[rank] for rank in ranks], device)
 
     def _communicator(self, members: Sequence[int], device: torch.device) -> Any:
-        name = _new_prefix(self._default_store, members)
-        made = self.attempt(
-            distributed.nccl_communicator,
-            self._default_store,
-            name,
-            members.index(dist.get_rank()),
-            members,
-            device,
-            self._timeout,
-        )
-        self._communicators.append(made)
+        store, before = self._default_store, _sockets.opened()
+        place = store, _new_prefix(store, members), members.index(dist.get_rank()), members
+        if device.type == "cuda":
+            made = self.attempt(distributed.nccl_communicator, *place, device, self._timeout)
+            self._communicators.append(made)
+        else:
+            made = self.attempt(distributed.gloo_communicator, *place, self._timeout)
+            self._sockets |= _sockets.opened() - before
         return made
 
     def of_ranks(self, ranks: Sequence[int], device: torch.device) -> Collective:
-        """Some of the pipeline's ranks, for sums and copies; made once."""
-        key = device, tuple(ranks)
+        """Some of the pipeline's ranks, for sums and copies of tensors on ``device``; made once."""
+        key = tuple(ranks)
         if key not in self._collectives:
             self._collectives[key] = self.of_members([self.members[rank] for rank in ranks], device)
         return self._collectives[key]
 
     def of_members(self, members: Sequence[int], device: torch.device) -> Collective:
         """These global ranks, for sums and copies; all of them call this."""
-        if device.type == "cuda":
-            return NcclCollective(self._communicator(members, device), len(members))
-        whole = list(members) == self.members
-        return GlooCollective(self.control if whole else self.new(members))
+        return Collective(self._communicator(members, device), len(members))
 
     def attempt(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call something that needs the other ranks. If a connection is lost, say which rank was."""
