@@ -29,7 +29,7 @@ class FakeArriving:
         pass
 
 
-class FakeLinks:
+class FakeCarrier:
     """What carries tensors, without processes: notes which receives are posted."""
 
     def __init__(self, host_waits: bool) -> None:
@@ -50,9 +50,9 @@ class FakeLinks:
         pass
 
 
-def messenger_of(plan: schedule.Schedule, routes: Routes, rank: int, links: FakeLinks) -> tuple[Messenger, Payload]:
+def messenger_of(plan: schedule.Schedule, routes: Routes, rank: int, carrier: FakeCarrier) -> tuple[Messenger, Payload]:
     """A rank's messenger in a step before which all descriptions are known, and a payload that fits them."""
-    messenger = Messenger(SimpleNamespace(rank=rank), links, dynamic=False)
+    messenger = Messenger(SimpleNamespace(rank=rank), carrier, dynamic=False)
     messenger.connect(plan, routes)
     for _ in range(2):
         messenger.begin_batch("the same")
@@ -79,15 +79,15 @@ def test_every_message_of_a_step_has_a_tag_of_its_own(name: str) -> None:
 def test_so_many_receives_are_posted_ahead_on_each_edge() -> None:
     """Rank 1 of an interleaved schedule gets activations of stages 0 and 2, both from rank 0: one queue."""
     plan = schedule.make("interleaved-1f1b", ranks=2, microbatches=4)
-    routes, links = Routes(plan.num_stages, {}), FakeLinks(host_waits=True)
-    messenger, _ = messenger_of(plan, routes, 1, links)
+    routes, carrier = Routes(plan.num_stages, {}), FakeCarrier(host_waits=True)
+    messenger, _ = messenger_of(plan, routes, 1, carrier)
     activations = [key for key in all_keys(plan, routes) if not key.is_gradient and plan.rank_of(key.target) == 1]
     from_zero = [key for key in activations if plan.rank_of(key.source) == 0]
     assert {key.source for key in from_zero} == {0, 2}
-    assert [key for key in links.posted if not key.is_gradient] == from_zero[:AHEAD]
+    assert [key for key in carrier.posted if not key.is_gradient] == from_zero[:AHEAD]
     for done, key in enumerate(from_zero[:-AHEAD], start=1):
         messenger.receive(key)
-        assert len([key for key in links.posted if not key.is_gradient]) == AHEAD + done
+        assert len([key for key in carrier.posted if not key.is_gradient]) == AHEAD + done
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -97,20 +97,20 @@ def test_no_receive_on_a_gpu_is_posted_before_its_message_can_come(name: str, ra
     plan = schedule.make(name, ranks=ranks, microbatches=2 * ranks)
     routes = Routes(plan.num_stages, {"skip": (0, plan.num_stages - 1)} if plan.num_stages > 2 else {})
     for rank in range(ranks):
-        links = FakeLinks(host_waits=False)
-        messenger, payload = messenger_of(plan, routes, rank, links)
-        assert_can_come(plan, routes, rank, 0, links.posted)
+        carrier = FakeCarrier(host_waits=False)
+        messenger, payload = messenger_of(plan, routes, rank, carrier)
+        assert_can_come(plan, routes, rank, 0, carrier.posted)
         for number, step in enumerate(plan.actions[rank]):
             for action in step.actions:
                 for key in routes.received(action):
                     messenger.receive(key)
-                    assert_can_come(plan, routes, rank, number, links.posted)
+                    assert_can_come(plan, routes, rank, number, carrier.posted)
             for action in step.actions:
                 for key in routes.sent(action):
                     messenger.send(key, payload)
-            assert_can_come(plan, routes, rank, number + 1, links.posted)
+            assert_can_come(plan, routes, rank, number + 1, carrier.posted)
         mine = [key for key in all_keys(plan, routes) if plan.rank_of(key.target) == rank != plan.rank_of(key.source)]
-        assert sorted(map(str, links.posted)) == sorted(map(str, mine))
+        assert sorted(map(str, carrier.posted)) == sorted(map(str, mine))
 
 
 def assert_can_come(plan: schedule.Schedule, routes: Routes, rank: int, done: int, posted: list[MessageKey]) -> None:

@@ -14,13 +14,13 @@ from torch import Tensor
 from sternway._torch import require
 from sternway.errors import LostRankError, PipelineError
 from sternway.pipeline.faults._lost import Position
+from sternway.pipeline.transport._carrier import Carrier, GlooCarrier
 from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._crew import Crew
 from sternway.pipeline.transport._facts import StepFacts
 from sternway.pipeline.transport._groups import ProcessGroups, check_members
-from sternway.pipeline.transport._links import GlooLinks, Links
 from sternway.pipeline.transport._messenger import Messenger
-from sternway.pipeline.transport._nccl import NcclLinks
+from sternway.pipeline.transport._nccl import NcclCarrier
 from sternway.pipeline.transport._place import check_device, join_processes, one_kind, with_index
 from sternway.pipeline.transport._routes import RankProgram, Receive, Routes
 from sternway.pipeline.transport._transport import Transport, device_of
@@ -74,8 +74,8 @@ class DistTransport(Transport):
         everyone = self.crew().agree(lambda: check_device(devices, self._wanted))
         kind = one_kind(everyone)
         self.device = everyone[self.rank] or with_index(torch.device(kind))
-        self._links: Links = NcclLinks(self._groups, self.device) if kind == "cuda" else GlooLinks(self._groups)
-        self._messenger = Messenger(self._groups, self._links, self._dynamic)
+        self._carrier: Carrier = NcclCarrier(self._groups, self.device) if kind == "cuda" else GlooCarrier(self._groups)
+        self._messenger = Messenger(self._groups, self._carrier, self._dynamic)
 
     def connect(self, schedule: Schedule, routes: Routes) -> None:
         self._messages.connect(schedule, routes)
@@ -146,7 +146,7 @@ class DistTransport(Transport):
         found = [0.0]
         if self.ranks > 1 and self.rank < 2:
             message = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=self.device)
-            found = [self._links.round_trip(message, 1 - self.rank) / 2 for _ in range(_PINGS)]
+            found = [self._carrier.round_trip(message, 1 - self.rank) / 2 for _ in range(_PINGS)]
         return self.gather([[statistics.median(found)]])[0][0]
 
     def crew(self) -> Crew:

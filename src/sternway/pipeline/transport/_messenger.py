@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sternway.errors import PipelineError
+from sternway.pipeline.transport._carrier import Arriving, Carrier
 from sternway.pipeline.transport._groups import ProcessGroups
-from sternway.pipeline.transport._links import Arriving, Links
-from sternway.pipeline.transport._order import Edge, Expected, edge_of, expected
+from sternway.pipeline.transport._order import Expected, RankEdge, edge_of, expected
 from sternway.pipeline.transport._payload import Payload, Spec
 from sternway.pipeline.transport._routes import MessageKey, Routes
 from sternway.schedule import Schedule
@@ -42,19 +42,19 @@ class _Incoming:
 class Messenger:
     """The messages of one rank. If ``dynamic``, descriptions are sent every time, because shapes depend on the data."""
 
-    def __init__(self, groups: ProcessGroups, links: Links, dynamic: bool) -> None:
+    def __init__(self, groups: ProcessGroups, carrier: Carrier, dynamic: bool) -> None:
         self.awaited: tuple[MessageKey, int] | None = None  # what this rank waits for, and from which rank
-        self._groups, self._links, self._dynamic = groups, links, dynamic
+        self._groups, self._carrier, self._dynamic = groups, carrier, dynamic
         self._batch: Any = None  # what all ranks said about the batch before this step
         self._keep_specs = False  # whether this step's activations come without descriptions
         self._specs: dict[MessageKey, Spec] = {}
         self._local: dict[MessageKey, Payload] = {}  # from a stage of this rank to another one of this rank
         self._describing: list[tuple[Any, Tensor]] = []  # works, and the tensors they read
-        self._incoming: dict[Edge, _Incoming] = {}
+        self._incoming: dict[RankEdge, _Incoming] = {}
         self._sent = 0  # how many messages left this rank in this step
         self._rank_of: tuple[int, ...] = ()
         self._tag: Callable[[MessageKey], int] = lambda key: 0
-        self._expected: dict[bool, dict[Edge, list[Expected]]] = {}  # in training, and in evaluation
+        self._expected: dict[bool, dict[RankEdge, list[Expected]]] = {}  # in training, and in evaluation
 
     def connect(self, schedule: Schedule, routes: Routes) -> None:
         """Get ready for the messages of a schedule. All ranks call it together."""
@@ -63,7 +63,7 @@ class Messenger:
         self._expected = {
             training: expected(schedule, routes, training, self._groups.rank) for training in (False, True)
         }
-        self._links.connect(schedule, routes)
+        self._carrier.connect(schedule, routes)
 
     def begin_batch(self, batch: Any) -> None:
         """Given what all ranks said about the batch: descriptions are kept while that stays the same."""
@@ -85,13 +85,13 @@ class Messenger:
         for work, _ in self._describing:
             self._groups.attempt(work.wait)
         self._describing.clear()
-        self._links.end_step()
+        self._carrier.end_step()
 
     def close(self) -> None:
         """Drop what is under way."""
         for under_way in (self._describing, self._incoming, self._local):
             under_way.clear()
-        self._links.drop()
+        self._carrier.drop()
 
     # Receiving
 
@@ -107,7 +107,7 @@ class Messenger:
         spec, arriving = incoming.posted.pop(key)
         arriving.wait()
         self.awaited = None
-        self._links.answered(key.back)
+        self._carrier.answered(key.back)
         self._post()
         return spec, arriving.tensors
 
@@ -117,7 +117,7 @@ class Messenger:
                 self._start_receive(incoming, edge.source)
 
     def _may_post(self, message: Expected) -> bool:
-        in_time = self._links.host_waits or message.after <= self._sent
+        in_time = self._carrier.host_waits or message.after <= self._sent
         return in_time and self._known_spec(message.key) is not None
 
     def _known_spec(self, key: MessageKey) -> Spec | None:
@@ -131,7 +131,7 @@ class Messenger:
     def _start_receive(self, incoming: _Incoming, source: int) -> None:
         key = incoming.queue.popleft().key
         spec = self._known_spec(key) or self._receive_spec(key, source)
-        incoming.posted[key] = spec, self._links.receive(key, spec, source)
+        incoming.posted[key] = spec, self._carrier.receive(key, spec, source)
 
     def _receive_spec(self, key: MessageKey, source: int) -> Spec:
         size = torch.empty(1, dtype=torch.int64)
@@ -162,9 +162,9 @@ class Messenger:
                     got=f"{spec.shapes()}, not {known.shapes()}",
                     fix="pass dynamic=True, if the shapes of outputs depend on the data",
                 )
-        self._links.send(key, tensors, target)
+        self._carrier.send(key, tensors, target)
         self._sent += 1
-        if not self._links.host_waits:  # what depends on this message may be posted now
+        if not self._carrier.host_waits:  # what depends on this message may be posted now
             self._post()
 
     def _send_spec(self, key: MessageKey, spec: Spec, target: int) -> None:

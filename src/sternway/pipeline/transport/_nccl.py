@@ -26,24 +26,24 @@ import torch
 from torch import Tensor
 
 from sternway._torch import distributed
+from sternway.pipeline.transport._carrier import Arriving, Carrier
 from sternway.pipeline.transport._groups import ProcessGroups
-from sternway.pipeline.transport._links import Arriving, Links
-from sternway.pipeline.transport._order import Edge, edges_of
+from sternway.pipeline.transport._order import RankEdge, edges_of
 from sternway.pipeline.transport._payload import Spec
 from sternway.pipeline.transport._routes import MAIN, MessageKey, Routes
 from sternway.schedule import Schedule
 
 
 @final
-class NcclLinks(Links):
+class NcclCarrier(Carrier):
     """CUDA tensors over NCCL."""
 
     host_waits = False
 
     def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
         self._groups, self._device = groups, device
-        self._open: dict[Edge, Any] = {}
-        self._sending: dict[Edge, deque[tuple[Any, list[Tensor]]]] = {}  # works, and the tensors they read
+        self._open: dict[RankEdge, Any] = {}
+        self._sending: dict[RankEdge, deque[tuple[Any, list[Tensor]]]] = {}  # works, and the tensors they read
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
     def connect(self, schedule: Schedule, routes: Routes) -> None:
@@ -51,27 +51,27 @@ class NcclLinks(Links):
             if self._groups.rank in (edge.source, edge.target):
                 self._communicator(edge)
 
-    def _communicator(self, edge: Edge) -> Any:
+    def _communicator(self, edge: RankEdge) -> Any:
         if edge not in self._open:
             self._open[edge] = self._groups.communicator([edge.source, edge.target], self._device)
             first = torch.zeros(1, dtype=torch.uint8, device=self._device)
             self._post(edge, [first]).wait()
         return self._open[edge]
 
-    def _post(self, edge: Edge, tensors: Sequence[Tensor]) -> Any:
+    def _post(self, edge: RankEdge, tensors: Sequence[Tensor]) -> Any:
         is_send = self._groups.rank == edge.source
         communicator = self._communicator(edge)
         return self._groups.attempt(distributed.post_message, communicator, tensors, int(is_send), is_send=is_send)
 
     def send(self, key: MessageKey, tensors: Sequence[Tensor], target: int) -> None:
-        edge = Edge(self._groups.rank, target, key.channel, key.is_gradient)
+        edge = RankEdge(self._groups.rank, target, key.channel, key.is_gradient)
         sending = self._sending.setdefault(edge, deque())
         _drop_completed(sending)
         if parts := [_as_bytes(tensor) for tensor in tensors if tensor.numel()]:
             sending.append((self._post(edge, parts), parts))
 
     def receive(self, key: MessageKey, spec: Spec, source: int) -> Arriving:
-        edge = Edge(source, self._groups.rank, key.channel, key.is_gradient)
+        edge = RankEdge(source, self._groups.rank, key.channel, key.is_gradient)
         with torch.cuda.stream(self._stream):
             tensors = [described.empty(self._device) for described in spec.tensors]
             parts = [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
@@ -88,7 +88,7 @@ class NcclLinks(Links):
     def round_trip(self, message: Tensor, peer: int) -> float:
         """Over the edges that a pipeline will most likely use later: activations there, gradients back."""
         low, high = sorted((self._groups.rank, peer))
-        edges = Edge(low, high, MAIN, False), Edge(high, low, MAIN, True)
+        edges = RankEdge(low, high, MAIN, False), RankEdge(high, low, MAIN, True)
         for edge in edges:
             self._communicator(edge)
         torch.cuda.synchronize(self._device)

@@ -16,7 +16,7 @@ from sternway.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class RankEdge:
     """A way from one rank to another: messages of one channel, in one direction."""
 
     source: int
@@ -36,12 +36,12 @@ class Expected:
     after: int
 
 
-def edge_of(key: MessageKey, rank_of: tuple[int, ...]) -> Edge:
+def edge_of(key: MessageKey, rank_of: tuple[int, ...]) -> RankEdge:
     """The edge on which a message travels."""
-    return Edge(rank_of[key.source], rank_of[key.target], key.channel, key.is_gradient)
+    return RankEdge(rank_of[key.source], rank_of[key.target], key.channel, key.is_gradient)
 
 
-def edges_of(schedule: Schedule, routes: Routes) -> list[Edge]:
+def edges_of(schedule: Schedule, routes: Routes) -> list[RankEdge]:
     """Every edge between two ranks that a schedule uses, in the order in which all ranks open theirs.
 
     To open an edge takes both of its ranks. Since all follow one order, there is always an edge that can be opened
@@ -52,14 +52,14 @@ def edges_of(schedule: Schedule, routes: Routes) -> list[Edge]:
     found = {edge_of(key, rank_of) for key in sent if rank_of[key.source] != rank_of[key.target]}
     channels = [MAIN, *sorted(routes.skips)]
 
-    def order(edge: Edge) -> tuple[int, ...]:
+    def order(edge: RankEdge) -> tuple[int, ...]:
         first, second = sorted((edge.source, edge.target))
         return first % 2, first, second, edge.source, channels.index(edge.channel), edge.is_gradient
 
     return sorted(found, key=order)
 
 
-def expected(schedule: Schedule, routes: Routes, training: bool, rank: int) -> dict[Edge, list[Expected]]:
+def expected(schedule: Schedule, routes: Routes, training: bool, rank: int) -> dict[RankEdge, list[Expected]]:
     """What arrives at a rank in a step, on each edge in the order in which it is sent."""
     rank_of = schedule.stage_ranks()
     sent = _sent(schedule, routes, training)
@@ -70,7 +70,7 @@ def expected(schedule: Schedule, routes: Routes, training: bool, rank: int) -> d
         ]
         for steps in schedule.actions
     ]
-    found: dict[Edge, list[Expected]] = {}
+    found: dict[RankEdge, list[Expected]] = {}
     past: dict[MessageKey, int] = {}  # how many messages of ``rank`` each message depends on
     seen = [0] * schedule.ranks  # how many messages of ``rank`` each rank's actions so far depend on
     place = [0] * schedule.ranks

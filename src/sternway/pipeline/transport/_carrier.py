@@ -31,7 +31,7 @@ class Arriving(ABC):
         """Return when what follows may use the tensors."""
 
 
-class Links(ABC):
+class Carrier(ABC):
     """Carries the tensors of messages. The ranks are those of the pipeline.
 
     Attributes:
@@ -71,7 +71,7 @@ class Links(ABC):
 
 
 @final
-class GlooLinks(Links):
+class GlooCarrier(Carrier):
     """CPU tensors over gloo. Activations and gradients have a process group each; tags tell messages apart.
 
     Sends are asynchronous, and their tensors are kept until they are done.
