@@ -5,6 +5,7 @@ Attributes are read by ``attrgetter``, which costs no Python frame: some are rea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from sternway._torch.probe import probe
 
@@ -55,6 +58,56 @@ def accumulate_grad() -> type:
     """The type of the node at which a leaf's gradient arrives."""
     functions: Any = torch._C._functions
     return functions.AccumulateGrad
+
+
+def edge_of(tensor: Tensor) -> GradientEdge:
+    """Where a tensor is in the graph, as ``torch.autograd.graph.get_gradient_edge``, for any tensor.
+
+    torch finds a leaf's node through ``view_as``. A sparse tensor has no such view, and a subclass may put nodes of its
+    own between.
+    """
+    if tensor.grad_fn is not None or (type(tensor) is Tensor and tensor.layout is torch.strided):
+        return get_gradient_edge(tensor)
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        probed = tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
+        function: Any = probed.grad_fn
+    return GradientEdge(function.next_functions[0][0], 0)
+
+
+def hooks_registered() -> int:
+    """How many hooks Python code has put on tensors, nodes and modules since the process began."""
+    return RemovableHandle.next_id
+
+
+def sequence_number(node: Any) -> int:
+    """The order in which a thread made its nodes; a leaf's node has the largest number there is."""
+    return node._sequence_nr()
+
+
+def newest_sequence_number() -> int:
+    """The number of a node that this thread makes now."""
+    with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        return sequence_number(torch.empty(0, requires_grad=True).view(0).grad_fn)
+
+
+PROBING = 2
+"""How many registrations ``has_node_hooks`` adds to ``hooks_registered``."""
+
+
+def has_node_hooks(node: Any) -> bool:
+    """Whether Python code has put hooks on a node, by ``register_hook`` or ``register_prehook``.
+
+    A node keeps the hooks of a kind in one dictionary, and a new hook's handle leads to it.
+    """
+    before, after = node.register_prehook(_nothing), node.register_hook(_nothing)
+    found = [len(handle.hooks_dict_ref()) for handle in (before, after)]
+    before.remove()
+    after.remove()
+    return found != [1, 1]
+
+
+def _nothing(*_: Any) -> None:
+    """A hook that is removed before it can run."""
 
 
 def current_graph_task() -> int:
@@ -250,3 +303,69 @@ def _lazy_clone() -> bool:
     copy = lazy_copy(tensor)
     copy.add_(1)
     return tensor.tolist() == [1.0, 1.0] and copy.tolist() == [2.0, 2.0]
+
+
+@probe(
+    "get_gradient_edge and Node.next_functions of a leaf",
+    expected="lead to the AccumulateGrad node of sparse leaves and subclasses",
+    features=("split", "hooks"),
+)
+def _edges() -> bool:
+    class Named(Tensor):
+        pass
+
+    plain = torch.ones(2)
+    leaves = [plain.clone(), plain.to_sparse(), plain.clone().as_subclass(Named)]
+    edges = [edge_of(leaf.requires_grad_()) for leaf in leaves]
+    return all(edge.node.variable is leaf for edge, leaf in zip(edges, leaves, strict=True))  # type: ignore[attr-defined]
+
+
+@probe(
+    "RemovableHandle.next_id",
+    expected="counts every hook that Python puts on a tensor or a node",
+    features=("split",),
+)
+def _registered() -> bool:
+    leaf = torch.ones(1, requires_grad=True)
+    middle: Any = leaf.exp()
+    counts = [hooks_registered()]
+    for register in (
+        leaf.register_hook,
+        middle.register_hook,
+        leaf.register_post_accumulate_grad_hook,
+        middle.grad_fn.register_hook,
+        middle.grad_fn.register_prehook,
+    ):
+        register(_nothing)
+        counts.append(hooks_registered())
+    return all(later > earlier for earlier, later in itertools.pairwise(counts))
+
+
+@probe(
+    "Node._sequence_nr",
+    expected="grows with every node that a thread makes",
+    features=("split",),
+)
+def _sequence() -> bool:
+    leaf = torch.ones(1, requires_grad=True)
+    first: Any = leaf.exp().grad_fn
+    newest = newest_sequence_number()
+    second: Any = leaf.exp().grad_fn
+    return sequence_number(first) < newest < sequence_number(second)
+
+
+@probe(
+    "RemovableHandle.hooks_dict_ref",
+    expected="leads from one hook of a node to the others",
+    features=("split",),
+)
+def _node_hooks() -> bool:
+    leaf = torch.ones(1, requires_grad=True)
+    function: Any = leaf.exp().grad_fn
+    accumulate = function.next_functions[0][0]
+    counted = hooks_registered()
+    clean = not has_node_hooks(function) and not has_node_hooks(accumulate)
+    counted = hooks_registered() - counted
+    function.register_prehook(_nothing)
+    accumulate.register_hook(_nothing)
+    return clean and counted == 2 * PROBING and has_node_hooks(function) and has_node_hooks(accumulate)

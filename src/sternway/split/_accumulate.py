@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge
 from sternway._torch.autograd import accumulate_hooks, add_each, tensor_hooks
 from sternway.errors import PendingError
 from sternway.split._part import Node, Part
+from sternway.split.eager._unseen import UNSEEN
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
 
@@ -55,11 +56,14 @@ class Accumulator:
         self._calls: deque[EngineCall] = deque()
         self._hooked = EngineCall({}, [])  # a hook may be on several parameters: all of them in one call
         self._call_of: dict[Node, EngineCall] = {}
+        UNSEEN.look()
 
     def writes(self, leaf: Node) -> bool:
         """Whether the leaf's ``.grad`` can be written without the engine."""
         parameter = leaf.variable
         if self._anomaly or leaf in self._call_of or not parameter.requires_grad or not _is_plain(parameter):
+            return False
+        if UNSEEN.on_leaf(leaf):
             return False
         self._written.append(parameter)
         return True
@@ -108,7 +112,12 @@ class Accumulator:
 
     def queue_call(self, call: EngineCall) -> None:
         """Let parts go through the engine; later parts of the same leaves will join them."""
-        self._calls.append(call)
+        if any(tensor_hooks(leaf.variable) for leaf in call.leaves):
+            self._hooked.leaves.update(call.leaves)
+            self._hooked.parts += call.parts
+            call = self._hooked
+        else:
+            self._calls.append(call)
         self._call_of.update(dict.fromkeys(call.leaves, call))
 
     def queue(self, leaf: Node, parts: list[Part]) -> None:

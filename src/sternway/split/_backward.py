@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
-from sternway._torch import require
+from sternway._torch import autograd, require
 from sternway._tree import children, leaves, replace_leaves
 from sternway.errors import SplitError
 from sternway.split._part import Edge
@@ -67,7 +67,7 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
     edges = [GradientEdge(*place) for place in places] + [GradientEdge(node, 0) for node in (*nodes, *plan.triggers)]
     offers = [Offer(each.node, each.positions) for each in plan.opaque]
     asked = [*plan.ready, *plan.triggers]
-    with catching(plan.cuts), making(offers), without_hooks(asked), stopping(plan.inner) as stopped:
+    with catching(plan.cuts), making(offers), without_hooks(asked) as ran, stopping(plan.inner) as stopped:
         found = torch.autograd.grad(tensors, edges, grads, allow_unused=True)
     of_nodes = found[len(places) :]
     for cut, grad in zip(bottom, of_nodes[len(plan.ready) :], strict=False):
@@ -75,7 +75,7 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
     ready = [(leaf, grad) for leaf, grad in zip(plan.ready, of_nodes, strict=False) if grad is not None]
     ready += [part for offer in offers for part in offer.ready]
     direct, through_graph = deferred_work(plan.cuts, ready)
-    pending = Pending([direct, *(offer.work for offer in offers if offer.work is not None), through_graph])
+    pending = Pending([direct, *(offer.work for offer in offers if offer.work is not None), through_graph], ran)
     refuse_resharded(pending.deferred)
     grad_at = dict(zip(places, found, strict=False)) | stopped
     return replace_leaves(lambda leaf: grad_at[wanted[id(leaf)]] if id(leaf) in wanted else None, inputs), pending
@@ -99,7 +99,7 @@ def edges_of(tree: Any, name: str) -> dict[int, Edge]:
 
 def edge_of(place: Tensor | GradientEdge) -> Edge:
     """Where a tensor is in the graph."""
-    edge = place if isinstance(place, GradientEdge) else get_gradient_edge(place)
+    edge = place if isinstance(place, GradientEdge) else autograd.edge_of(place)
     return edge.node, edge.output_nr
 
 

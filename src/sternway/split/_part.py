@@ -208,7 +208,8 @@ class Cut:
         """Let the rules read what W needs off the node."""
         node = _KeptPacked(self.node) if self.packing is Packing.OURS else self.node
         for part in self.parts:
-            part.later = part.rule(node)  # type: ignore[misc]  # every part of a cut has a rule
+            if part.rule is not None:
+                part.later = part.rule(node)
 
     def read_and_keep(self, grads: tuple[Tensor | None, ...]) -> None:
         """A hook that runs just before the node: read, and keep the gradient that arrived."""

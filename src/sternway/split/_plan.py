@@ -11,7 +11,8 @@
         inputs
 
 The spine is what the walk reaches from the outputs without crossing a deferred edge. It ends at the inputs and at ready
-weights. Stage 0 of a pipeline has no input that needs a gradient; its spine ends at its lowest cuts.
+weights. Stage 0 of a pipeline has no input that needs a gradient; its spine ends at its lowest cuts. Those do not run
+in I at all: W lets the engine run them.
 
 An edge can be deferred if its operand has a rule and only parameters lie behind it. In stage 0 that is true of
 activations too, so the shape of what is behind decides: a chain from a parameter (views, casts, arithmetic) is a
@@ -29,12 +30,13 @@ from dataclasses import dataclass
 
 from torch.autograd.function import BackwardCFunction
 
-from sternway._torch.autograd import gradient_slots
+from sternway._torch.autograd import gradient_slots, sequence_number
 from sternway._torch.compile import COMPILED_NODE
 from sternway._torch.nodes import ACCUMULATE_GRAD, TO_COPY, TRANSPOSE, T, signed, transposed_dims
 from sternway.split._part import Cut, Edge, Node, Packing, Part, packing
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._unsupported import UNSUPPORTED
+from sternway.split.eager._unseen import UNSEEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +74,20 @@ class SplitPlan:
 
 def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> SplitPlan:
     """Plan the split of the graph between ``roots`` and ``inputs``."""
+    UNSEEN.look()
     planner = _Planner(inputs)
     planner.walk([node for node, index in roots if (node, index) not in inputs])
     planner.settle()
     triggers = planner.triggers()
     inner = [edge for edge in inputs if type(edge[0]) is not ACCUMULATE_GRAD]
+    for cut in planner.cuts:
+        if not cut.runs_in_i:
+            cut.parts = [Part((cut.node, 0), None)]
     return SplitPlan([cut for cut in planner.cuts if cut.parts], planner.ready, inner, planner.opaque, triggers)
 
 
 def direct_target(edge: Edge, stop_at: set[Node]) -> tuple[Node | None, bool]:
-    """The leaf that ``edge`` leads to through transposes and casts alone, not passing ``stop_at``.
+    """The leaf that ``edge`` leads to through transposes and casts alone, not passing ``stop_at`` or hooks.
 
     Beside it, whether the leaf's parameter (unless a vector) is the transpose of the operand at the edge.
     """
@@ -90,6 +96,8 @@ def direct_target(edge: Edge, stop_at: set[Node]) -> tuple[Node | None, bool]:
         kind = type(node)
         if kind is ACCUMULATE_GRAD:
             return node, transposed
+        if sequence_number(node) <= UNSEEN.horizon:
+            break  # there may be a hook on what it made
         if kind is T or (kind is TRANSPOSE and _swaps_last_two(node)):
             transposed = not transposed
         elif kind is TO_COPY and not cast and _changes_precision_only(node):
@@ -203,7 +211,7 @@ class _Planner:
     def cut(self, node: Node, edges: Sequence[Edge], operands: Operands) -> Sequence[Edge]:
         """Make the node a cut, if some of its operands can be deferred; the edges that I follows."""
         packed = packing(node)
-        if packed is Packing.FOREIGN:
+        if packed is Packing.FOREIGN or UNSEEN.on_node(node):  # hooks on it expect the gradients of all operands
             return edges
         parts = (
             self.chains_of(operands.weights, edges)
