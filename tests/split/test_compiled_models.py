@@ -53,7 +53,7 @@ def test_inductor(first_stage: bool) -> None:
 
 
 def _attention(graph: split.CompiledGraph) -> int:
-    return sum(step.flops for step in graph.steps if "attention" in step.op)
+    return sum(node.flops for node in graph.nodes if "attention" in node.op)
 
 
 def test_inductor_with_convolutions() -> None:

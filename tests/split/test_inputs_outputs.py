@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from compare import assert_same_grads, twin
 from sternway import split
+from sternway._tree import leaves
 from sternway.errors import SplitError
 
 
@@ -34,8 +35,8 @@ def both(
     reference, their_x = twin(model, x)
     found, pending = split.backward_input(outputs(model, x), grads, inputs(x))
     pending.run()
-    theirs = [t for t in split._tree.leaves(outputs(reference, their_x)) if isinstance(t, Tensor) and t.requires_grad]
-    flat = list(split._tree.leaves(grads))
+    theirs = [t for t in leaves(outputs(reference, their_x)) if isinstance(t, Tensor) and t.requires_grad]
+    flat = list(leaves(grads))
     kept = [(t, g) for t, g in zip(theirs, flat, strict=True) if g is not None or t.numel() == 1]
     torch.autograd.backward([t for t, _ in kept], [g for _, g in kept])
     return found, reference, their_x
@@ -243,14 +244,22 @@ def test_first_stage_runs_the_spine_in_i_and_the_products_in_w() -> None:
         (
             lambda y: (y, y),
             lambda y: (y,),
-            r"structure of outputs; got a tuple of 1 for outputs, which is a tuple of 2",
+            r"must be nested as outputs are; got a tuple of 1 for outputs, which is a tuple of 2",
         ),
-        (lambda y: {"a": [y]}, lambda y: {"a": y}, r"got a Tensor for outputs\['a'\], which is a list of 1"),
+        (
+            lambda y: {"a": [y]},
+            lambda y: {"a": y},
+            r"got a tensor of shape .* for outputs\['a'\], which is a list of 1",
+        ),
         (lambda y: [y], lambda y: [y[:1]], r"got a tensor of shape \(1, 4\) for outputs\[0\], which is .*\(5, 4\)"),
         (lambda y: y, lambda y: 3, r"got a int for outputs, which is a tensor"),
-        (lambda y: y, lambda y: None, r"only a scalar's gradient can be left out; got outputs of shape \(5, 4\)"),
+        (
+            lambda y: y,
+            lambda y: None,
+            r"cannot be left out unless every output is a scalar; got outputs of shape \(5, 4\)",
+        ),
         (lambda y: y.detach(), lambda y: None, r"at least one output must need a gradient; got 1 outputs"),
-        (lambda y: get_gradient_edge(y), lambda y: None, r"GradientEdge comes with its gradient; got None for outputs"),
+        (lambda y: get_gradient_edge(y), lambda y: None, r"GradientEdge must have a gradient; got None for outputs"),
     ],
 )
 def test_bad_input(model: nn.Module, x: Tensor, outputs: Any, grads: Any, message: str) -> None:

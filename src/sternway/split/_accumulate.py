@@ -134,6 +134,11 @@ class Accumulator:
         else:
             self.queue_call(EngineCall({leaf: None}, parts))
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors that parts which have yet to go through the engine hold."""
+        calls = (*self._calls, self._hooked)
+        return [tensor for call in calls for part in call.parts for tensor in part.tensors()]
+
     def finish(self) -> None:
         """Make the engine calls, and run the hooks on AccumulateGrad nodes."""
         calls = self._calls

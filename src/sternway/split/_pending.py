@@ -26,6 +26,7 @@ class Pending:
     def __init__(self, work: Iterable[Deferred], ran: Ran | None = None) -> None:
         self._work = list(work)  # run from the last to the first
         self._ran = ran or {}
+        self._accumulator: Accumulator | None = None  # while it runs
         self._state = "waiting"
         self._late: dict[Node, None] = {}
         self._early: dict[Node, None] = {}
@@ -53,6 +54,8 @@ class Pending:
     def nbytes(self) -> int:
         """Bytes held until ``run()``: each storage counted once, the parameters not counted."""
         tensors = [tensor for each in self._work for tensor in each.tensors()]
+        if self._accumulator is not None:
+            tensors += self._accumulator.tensors()
         return storage_bytes(tensors, [*self.deferred, *self.ready])
 
     def pack(self, policy: Policy) -> None:
@@ -88,11 +91,12 @@ class Pending:
         self._state = "failed half-way"
         for each in self._work:
             each.check()
-        accumulator = Accumulator({**self._late, **self._early})
+        self._accumulator = accumulator = Accumulator({**self._late, **self._early})
         with torch.no_grad(), hiding(self._ran):
             while self._work:
                 self._work.pop().run(accumulator)
             accumulator.finish()
+        self._accumulator = None
         self._state = "has run"
 
     def __repr__(self) -> str:
