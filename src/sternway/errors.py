@@ -57,8 +57,8 @@ class SternwayError(Exception):
             raise cls(rule, got=f"{type(value).__name__} {reprlib.repr(value)}", fix=fix)
 
 
-class SplitError(SternwayError):
-    """A backward that cannot be split as asked."""
+class SplitError(SternwayError, RuntimeError):
+    """A backward that cannot be split as asked; a ``RuntimeError``, as torch's own are."""
 
 
 class PendingError(SplitError):

@@ -39,6 +39,11 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def is_zero_tensor(tensor: Tensor) -> bool:
+    """Whether a tensor stands for zeros without memory, as autograd makes for gradients that are known to be zero."""
+    return tensor._is_zerotensor()
+
+
 def storage_id(tensor: Tensor) -> int:
     """Which storage a tensor has; another storage has another number while this one lives."""
     return tensor.untyped_storage()._cdata
@@ -369,3 +374,10 @@ def _node_hooks() -> bool:
     function.register_prehook(_nothing)
     accumulate.register_hook(_nothing)
     return clean and counted == 2 * PROBING and has_node_hooks(function) and has_node_hooks(accumulate)
+
+
+@probe("Tensor._is_zerotensor", expected="tells zeros that have no memory", features=("split",))
+def _zero_tensor() -> bool:
+    leaf = torch.ones(2, requires_grad=True)
+    (zeros,) = torch.autograd.grad(leaf.sgn().sum(), leaf)
+    return is_zero_tensor(zeros) and not is_zero_tensor(torch.zeros(2)) and not is_zero_tensor(torch.zeros_like(zeros))

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from sternway._storage import storage_sizes
 from sternway._torch.autograd import accumulate_hooks, add_each, tensor_hooks
 from sternway.errors import PendingError
-from sternway.split._part import Node, Part
+from sternway.split._part import Node, Part, sum_to
 from sternway.split.eager._unseen import UNSEEN
 
 _ORDINARY = (Tensor, torch.nn.Parameter)
@@ -86,7 +87,7 @@ class Accumulator:
         """Add ``value`` to ``parameter.grad``; if that is None, ``value`` may become it, and must be nobody else's."""
         total, shape = parameter.grad, parameter.shape
         if value.shape != shape:
-            value = value.sum(0) if value.shape[1:] == shape else value.sum_to_size(shape)
+            value = sum_to(value, shape)
         if total is None:
             parameter.grad = value if value.layout != torch.strided else _like_parameter(value, parameter)
         elif total.layout != torch.strided:  # an earlier sparse gradient
@@ -146,11 +147,10 @@ class Accumulator:
             calls.append(self._hooked)
         if calls:
             # A hook may run an optimizer, which changes parameters: what is made from one is computed before.
-            parameters = [leaf.variable for leaf in self._leaves]
-            addresses = {each.data_ptr() for each in parameters if each.layout == torch.strided}
+            storages = storage_sizes(leaf.variable for leaf in self._leaves)
             for call in calls:
                 for part in call.parts:
-                    part.compute_if_made_from(addresses)
+                    part.compute_if_made_from(storages)
         while calls:
             self._run(calls.popleft())
         _run_node_hooks(list({id(parameter): parameter for parameter in self._written}.values()))

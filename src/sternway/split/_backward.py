@@ -21,9 +21,10 @@ from sternway.errors import SplitError
 from sternway.split._part import Edge
 from sternway.split._pending import Pending
 from sternway.split._plan import make_plan
-from sternway.split._unsupported import refuse_resharded
+from sternway.split._unsupported import refuse_resharded, spend
 from sternway.split.compiled._offer import Offer, making
 from sternway.split.eager._catch import catching, stopping, without_hooks
+from sternway.split.eager._unseen import UNSEEN
 from sternway.split.eager._work import deferred_work
 
 
@@ -72,6 +73,8 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
     of_nodes = found[len(places) :]
     for cut, grad in zip(bottom, of_nodes[len(plan.ready) :], strict=False):
         cut.grads.append((grad,))
+        spend(cut.node)
+    UNSEEN.count_own(len(bottom))
     ready = [(leaf, grad) for leaf, grad in zip(plan.ready, of_nodes, strict=False) if grad is not None]
     ready += [part for offer in offers for part in offer.ready]
     direct, through_graph = deferred_work(plan.cuts, ready)

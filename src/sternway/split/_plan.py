@@ -11,8 +11,7 @@
         inputs
 
 The spine is what the walk reaches from the outputs without crossing a deferred edge. It ends at the inputs and at ready
-weights. Stage 0 of a pipeline has no input that needs a gradient; its spine ends at its lowest cuts. Those do not run
-in I at all: W lets the engine run them.
+weights. Stage 0 of a pipeline has no input that needs a gradient; its spine ends at its lowest cuts.
 
 An edge can be deferred if its operand has a rule and only parameters lie behind it. In stage 0 that is true of
 activations too, so the shape of what is behind decides: a chain from a parameter (views, casts, arithmetic) is a
@@ -35,7 +34,7 @@ from sternway._torch.compile import COMPILED_NODE
 from sternway._torch.nodes import ACCUMULATE_GRAD, TO_COPY, TRANSPOSE, T, signed, transposed_dims
 from sternway.split._part import Cut, Edge, Node, Packing, Part, packing
 from sternway.split._rules import RULES, Operand, Operands
-from sternway.split._unsupported import UNSUPPORTED
+from sternway.split._unsupported import UNSUPPORTED, refuse_spent
 from sternway.split.eager._unseen import UNSEEN
 
 
@@ -80,9 +79,6 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> SplitPlan:
     planner.settle()
     triggers = planner.triggers()
     inner = [edge for edge in inputs if type(edge[0]) is not ACCUMULATE_GRAD]
-    for cut in planner.cuts:
-        if not cut.runs_in_i:
-            cut.parts = [Part((cut.node, 0), None)]
     return SplitPlan([cut for cut in planner.cuts if cut.parts], planner.ready, inner, planner.opaque, triggers)
 
 
@@ -225,6 +221,8 @@ class _Planner:
         followed = [edge for place, edge in enumerate(edges) if edge[0] is not None and place not in deferred]
         if packed is Packing.CHECKPOINT and not followed:
             return edges  # what a checkpoint recomputes can be read only when the node runs
+        if not followed:
+            refuse_spent(node)
         self.cuts.append(Cut(node, parts, packed, runs_in_i=bool(followed)))
         return followed
 

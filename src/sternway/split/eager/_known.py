@@ -86,7 +86,11 @@ def _convolution_weight(node: Any) -> Later:
 
 @rule(Convolution.name, 2, role="bias")
 def _convolution_bias(node: Any) -> Later:
-    return Later(lambda grad: grad.sum([dim for dim in range(grad.ndim) if dim != 1]))
+    def compute(grad: Tensor) -> Tensor:
+        dense = grad.to_dense() if grad.is_mkldnn else grad
+        return dense.sum([dim for dim in range(grad.ndim) if dim != 1])
+
+    return Later(compute)
 
 
 @rule(Embedding.name, 0)
