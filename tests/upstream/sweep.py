@@ -1,7 +1,7 @@
 """Every operator and module that torch tests, with torch's own sample inputs, split at random places.
 
 torch carries the databases of its tests (``torch.testing._internal``); no checkout is needed. A sample is run twice,
-from the same seed: once with ``torch.autograd.backward``, once in two halves. Which leaves count as inputs of the stage and
+from the same seed: once with ``torch.autograd.backward``, once in two halves. Which leaves are inputs of the stage and
 which as parameters, and what lies between a leaf and the operator, is drawn at random.
 
     python tests/upstream/sweep.py                 # all of it; prints a table, exit code 1 if anything is wrong

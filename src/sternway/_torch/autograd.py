@@ -21,9 +21,6 @@ from sternway._torch.probe import probe
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor's memory was changed in place."""
 
-tensor_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_backward_hooks")
-"""What ``register_hook`` put on a tensor: a dictionary that torch calls in order, or None."""
-
 accumulate_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 """What ``register_post_accumulate_grad_hook`` put on a leaf."""
 
@@ -32,6 +29,31 @@ gradient_slots: Callable[[Any], Sequence[Any]] = attrgetter("_input_metadata")
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
 """The tensor that a differentiable view shows."""
+
+
+_ORDINARY = (Tensor, torch.nn.Parameter)
+
+
+def tensor_hooks(tensor: Tensor) -> dict[int, Any] | None:
+    """What ``register_hook`` put on a tensor: a dictionary that torch calls in order, or None."""
+    if type(tensor) in _ORDINARY:
+        return tensor._backward_hooks
+    with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse to be read
+        return tensor._backward_hooks
+
+
+def needs_grad(tensor: Tensor) -> bool:
+    """``tensor.requires_grad``, of a subclass too that refuses to be read."""
+    if type(tensor) in _ORDINARY:
+        return tensor.requires_grad
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.requires_grad
+
+
+def layout_enforced() -> bool:
+    """Whether a first ``.grad`` must have its parameter's strides: ``torch.autograd.enforce_grad_layout_policy``."""
+    asked = getattr(torch._C, "_is_grad_layout_enforcement_enabled", None)  # torch 2.13 and later
+    return asked is None or asked()
 
 
 def is_view(tensor: Tensor) -> bool:
@@ -381,3 +403,17 @@ def _zero_tensor() -> bool:
     leaf = torch.ones(2, requires_grad=True)
     (zeros,) = torch.autograd.grad(leaf.sgn().sum(), leaf)
     return is_zero_tensor(zeros) and not is_zero_tensor(torch.zeros(2)) and not is_zero_tensor(torch.zeros_like(zeros))
+
+
+@probe(
+    "torch._C._is_grad_layout_enforcement_enabled",
+    expected="follows torch.autograd.enforce_grad_layout_policy, where torch has that",
+    features=("split",),
+)
+def _layout() -> bool:
+    policy: Any = getattr(torch.autograd, "enforce_grad_layout_policy", None)
+    if policy is None:
+        return layout_enforced()
+    with policy(False):
+        relaxed = not layout_enforced()
+    return relaxed and layout_enforced()

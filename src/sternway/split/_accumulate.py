@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway._storage import storage_sizes
-from sternway._torch.autograd import accumulate_hooks, add_each, tensor_hooks
+from sternway._torch.autograd import accumulate_hooks, add_each, layout_enforced, needs_grad, tensor_hooks
 from sternway.errors import PendingError
 from sternway.split._part import Node, Part, sum_to
 from sternway.split.eager._unseen import UNSEEN
@@ -62,7 +62,7 @@ class Accumulator:
     def writes(self, leaf: Node) -> bool:
         """Whether the leaf's ``.grad`` can be written without the engine."""
         parameter = leaf.variable
-        if self._anomaly or leaf in self._call_of or not parameter.requires_grad or not _is_plain(parameter):
+        if self._anomaly or leaf in self._call_of or not needs_grad(parameter) or not _is_plain(parameter):
             return False
         if UNSEEN.on_leaf(leaf):
             return False
@@ -73,7 +73,8 @@ class Accumulator:
         """Add ``scale * left @ right`` to ``parameter.grad``."""
         total = parameter.grad
         if total is None or not _takes_product(total, left, right):
-            value = left @ right
+            by_columns = parameter.ndim == 2 and parameter.stride(0) == 1 != parameter.stride(1)
+            value = (right.mT @ left.mT).mT if by_columns else left @ right  # laid out as autograd's
             self.add_value(parameter, value if scale == 1 else value.mul_(scale))
             return
         add = total.addmm_ if total.ndim == 2 else total.baddbmm_
@@ -126,7 +127,7 @@ class Accumulator:
         parameter, call = leaf.variable, self._call_of.get(leaf)
         if call is not None:
             call.parts += parts
-        elif not parameter.requires_grad:  # frozen since the forward
+        elif not needs_grad(parameter):  # frozen since the forward
             return
         elif tensor_hooks(parameter):
             self._call_of[leaf] = self._hooked
@@ -192,6 +193,8 @@ def _takes_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
 
 def _like_parameter(value: Tensor, parameter: Tensor) -> Tensor:
     """``value`` in the parameter's dtype and strides, as autograd makes a first ``.grad``."""
+    if value.dtype == parameter.dtype and not layout_enforced():
+        return value
     dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
     if value.dtype == parameter.dtype and (value.stride() == parameter.stride() if dense else value.is_contiguous()):
         return value
