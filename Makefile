@@ -1,10 +1,16 @@
 # The two commands a newcomer types are `make demo` and `make test`; each sets itself up in .venv.
+#   make test    every test that needs no GPU, on JOBS cores: 10 minutes on two
+#   make quick   those that run in one process and take no compiler or browser: 2 minutes
+#   make check   what CI runs: format, lint, types, room order, every test, coverage
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo atlas test check lint format bench clean
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+
+.PHONY: setup demo atlas test quick check lint format bench clean
 
 setup: $(READY)
 
@@ -21,7 +27,10 @@ atlas: $(READY)
 	$(BIN)/sternway atlas src --out build/atlas
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST)
+
+quick: $(READY)
+	$(PYTEST) -m 'not (dist or browser or slow or gpu)'
 
 format: $(READY)
 	$(BIN)/ruff format .
@@ -33,7 +42,8 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-check: lint test
+check: lint
+	$(PYTEST) --cov --cov-report=term
 
 bench: $(READY)
 	$(BIN)/python benchmarks/split/main.py

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sternway.cli._gpt import Block
+from sternway.demo import GPTBlock
 
 
 def gpt(dim: int, layers: int, heads: int = 4) -> nn.Module:
-    return nn.Sequential(*(Block(dim, heads) for _ in range(layers)))
+    return nn.Sequential(*(GPTBlock(dim, heads) for _ in range(layers)))
 
 
 class LlamaBlock(nn.Module):
@@ -106,7 +106,7 @@ class ViT(nn.Module):
         self.patch = nn.Conv2d(3, dim, 4, stride=4)
         self.token = nn.Parameter(torch.randn(1, 1, dim))
         self.places = nn.Parameter(torch.randn(1, patches + 1, dim))
-        self.blocks = nn.Sequential(*(Block(dim, 2) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(GPTBlock(dim, 2) for _ in range(layers)))
         self.head = nn.Linear(dim, 10)
 
     def forward(self, images: Tensor) -> Tensor:

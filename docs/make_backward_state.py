@@ -1,8 +1,8 @@
 """Makes the table of docs/backward_state.md: ``python docs/make_backward_state.py``.
 
-Each case is run by torch's own hooks in compiled code, without and with compiled autograd, and by ours, in processes of
-their own, since some of torch's cases may take the process down. A case asks one thing: hooks return a gradient and
-have no side effects except where that is the question.
+Each case is run with torch's own hooks in compiled code, without and with compiled autograd, and with ours. Each runs
+in a process of its own, since some of torch's cases may crash. A case tests one thing: hooks return a gradient and have
+no side effects, except where that is the question.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def outcome(way: Way, fn: Callable[[Way], None]) -> str:
 
 
 def _short(error: BaseException) -> str:
-    """The line of a message that says most."""
+    """The most informative line of a message."""
     if isinstance(error, torch._dynamo.exc.RecompileError):
         return "compiled again"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from sternway.cli._gpt import GPT
-from sternway.cli._text import batches, standard_library
+from sternway.demo import GPT, batches, standard_library
 from sternway.pipeline import Pipeline
 
 

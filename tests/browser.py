@@ -29,7 +29,7 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
-WAIT = 60.0  # seconds for any one answer
+WAIT = 300.0  # seconds after which Chromium is taken to hang
 
 
 def find() -> str:

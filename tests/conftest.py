@@ -1,16 +1,46 @@
-"""For every test: the same random numbers, whatever ran before; and a real Chromium for those that ask for one."""
+"""For every test: the same random numbers and one thread, whatever ran before, and marks that say what it costs.
+
+``HYPOTHESIS_PROFILE=explore`` draws other examples in every run; otherwise they are the same everywhere.
+"""
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; workers and processes of tests inherit it
+
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
 from browser import Browser
+from costs import SEARCHING, marks
 
+HERE = Path(__file__).parent
 collect_ignore_glob = [] if find_spec("griffe") else ["atlas/*"]  # a GPU machine may have torch and pytest alone
+
+if find_spec("hypothesis"):
+    from hypothesis import settings
+
+    settings.register_profile("same", derandomize=True, deadline=None)
+    settings.register_profile("explore", deadline=None)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        path = item.path.relative_to(HERE).as_posix() if HERE in item.path.parents else ""
+        found = marks(path, item.name)
+        if "browser" in getattr(item, "fixturenames", ()):
+            found.add("browser")
+        if config.pluginmanager.hasplugin("_cov") and (path in SEARCHING or found):
+            found.add("no_cover")
+        for mark in sorted(found):
+            item.add_marker(mark)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +56,7 @@ def _running_browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(_running_browser: Browser) -> Iterator[Browser]:
-    """One that must have had nothing to complain of when the test is over, and asked no network for anything."""
+    """A Chromium; at the end, the pages must have logged no error and requested nothing from a network."""
     _running_browser.errors.clear()
     _running_browser.requests.clear()
     yield _running_browser

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,10 +25,12 @@ def processes() -> Any:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, below those that the kernel hands out: nobody gets it before it is used."""
+    while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def join_group(rank: int, world: int, port: int) -> None:
@@ -50,7 +54,7 @@ def _rank(
         raise SystemExit(1) from None
 
 
-def on_ranks(world: int, function: Callable[..., None], *arguments: Any, timeout: float = 120) -> None:
+def on_ranks(world: int, function: Callable[..., None], *arguments: Any, timeout: float = 600) -> None:
     """Call ``function(rank, *arguments)`` on ``world`` processes; raise the first rank's error, if any."""
     context = processes()
     errors = context.SimpleQueue()

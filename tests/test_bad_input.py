@@ -1,4 +1,4 @@
-"""Whatever is passed to a public function: a SternwayError that says rule, what was got, and fix; or it works."""
+"""What is passed wrongly to a public function is refused with a SternwayError that says rule, what was got, and fix."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from sternway import graph, hooks, pipeline, schedule, split, viewer
 from sternway.cli import app
 from sternway.errors import CheckpointError, SternwayError
-from sternway.pipeline import _checkpoint_files as files
-from sternway.pipeline._checkpoint_tensors import read_description
+from sternway.pipeline.checkpoint import _files as files
+from sternway.pipeline.checkpoint._tensors import read_description
 
 JUNK: dict[str, Any] = {
     "None": None,
@@ -66,9 +66,8 @@ X = torch.randn(4, 4)
 
 def pipe(**options: Any) -> pipeline.Pipeline:
     known = {"schedule": "1f1b", "n_microbatches": 2, "ranks": 2, "loss_fn": F.mse_loss}
-    stages = options.pop("stages", None)
-    arguments = known | {"transport": pipeline.LocalTransport()} | options
-    return pipeline.Pipeline(model() if stages is None else stages, **arguments)
+    arguments = known | {"stages": model(), "transport": pipeline.LocalTransport()} | options
+    return pipeline.Pipeline(arguments.pop("stages"), **arguments)
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -104,25 +103,26 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "on_grads places": lambda v: hooks.on_grads(v, lambda grads: None),
     "on_grads fn": lambda v: hooks.on_grads([leaf()], v),
     "on_grads mode": lambda v: hooks.on_grads([leaf()], lambda grads: None, mode=v),
-    "hooks.capture": hooks.capture,
+    "hooks.collect": lambda v: hooks.collect(v).__enter__(),
     "graph.capture": graph.capture,
     "graph.capture model": lambda v: graph.capture(loss_and_input()[0], model=v),
     "graph.record": graph.record,
     "graph.from_json": graph.from_json,
     "find_nonfinite": graph.find_nonfinite,
-    "why_alive": lambda v: graph.why_alive(v) if not isinstance(v, Tensor) else None,
+    "why_alive": graph.why_alive,
     "viewer title": lambda v: viewer.render(title=v, curves={"series": []}),
     "viewer curves": lambda v: viewer.render(title="t", curves=v),
     "viewer timelines": lambda v: viewer.render(title="t", timelines=v),
     "viewer graph": lambda v: viewer.render(title="t", graph=v),
-    "stages": lambda v: pipe(stages=v) if v is not None else None,
+    "stages": lambda v: pipe(stages=v),
     **{
         f"Pipeline {name}": lambda v, name=name: pipe(**{name: v})
         for name in (
-            *("schedule", "n_microbatches", "ranks", "loss_fn", "cuts", "sample", "memory_limit", "tied"),
-            *("skips", "mesh", "chunk", "reports"),
+            *("schedule", "n_microbatches", "ranks", "loss_fn", "cuts", "sample", "tied", "skips", "mesh", "chunk"),
+            "reports",
         )
     },
+    "Pipeline memory_limit": lambda v: pipe(schedule="auto", sample=X[:2], memory_limit=v),
     "transport": lambda v: pipe(transport=v),
     "step inputs": lambda v: pipe().step(v, target=X),
     "step target": lambda v: pipe().step(X, target=v),
@@ -146,20 +146,57 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+# The values of JUNK that are no mistake there. Every other one is refused.
+VALID: dict[str, set[str]] = {
+    **{f"Costs {name}": {"0", "1.5", "huge"} for name in ("F", "I", "W", "comm", "memory_after_I")},
+    "make stages": {"None"},
+    "search limit": {"1.5", "inf", "huge"},
+    "check limit": {"None", "inf", "huge"},
+    "draw": {"None", "huge"},
+    "Action stage": {"0", "huge"},
+    "split grads": {"None"},
+    "split inputs": set(JUNK),  # any nesting of anything: what is not a tensor has no gradient
+    "on_grads fn": {"function", "module", "type"},
+    "graph.capture model": {"None", "module"},
+    "graph.record": {"None", "module"},
+    "why_alive": {"tensor"},
+    "viewer title": {"text", "empty text"},
+    "Pipeline loss_fn": {"None", "function", "module", "type"},
+    **{f"Pipeline {name}": {"None"} for name in ("sample", "skips", "mesh")},
+    "Pipeline memory_limit": {"None", "1.5", "inf", "huge"},
+    "Pipeline tied": {"list"},
+    "Pipeline reports": {"None", "text", "empty text"},
+    "step target": {"tensor"},  # shorter than the batch, but it can be split: what fits is for the loss to say
+    **{name: {"None"} for name in ("step stage_kwargs", "step nonfinite", "resume optimizer", "resume step")},
+    "clip_grad_norm_": {"1.5", "huge"},
+    "resume": {"text"},  # a folder that is not there yet
+    "partition costs": {"None"},
+    "Chunk": {"0"},
+}
+
+
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.filterwarnings("ignore")  # torch's own, on the way to the error
 def test_wrong_types_and_values(call: str) -> None:
+    accepted = set()
     for name, value in JUNK.items():
         try:
-            with suppress(SternwayError):
-                CALLS[call](value)
+            CALLS[call](value)
+            accepted.add(name)
+        except SternwayError:
+            pass
         except Exception as error:
             raise AssertionError(f"{call} given {name}: {type(error).__name__}: {error}") from error
+    assert accepted == VALID.get(call, set())
+
+
+def test_what_is_valid_is_listed_for_a_call_that_exists() -> None:
+    assert VALID.keys() <= CALLS.keys()
 
 
 def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no" / "folder.html", "", "\0", None):
-        with pytest.raises(SternwayError, match="a report is written to a file"):
+        with pytest.raises(SternwayError, match=r"a report must have a path|the report cannot be written"):
             viewer.write(path, title="t", curves={"series": []})
 
 

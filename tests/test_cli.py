@@ -12,15 +12,41 @@ import torch
 from typer.testing import CliRunner
 
 import sternway
+import sternway._torch
 from sternway import cli
+from sternway._torch import Probe
 from sternway.cli import _doctor
 from sternway.errors import GraphError, SplitError
+
+PROBES = sternway._torch.all_probes()
 
 
 def _run(*arguments: str, code: int = 0) -> str:
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == code, result.output
     return result.output
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], [], *([name, "--help"] for name in cli.COMMANDS)], ids=" ".join
+)
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import atexit, runpy, sys\n"
+        "heavy = ('torch', 'numpy', 'scipy', 'sympy', 'griffe', 'jinja2', 'yaml', 'multiprocessing')\n"
+        "atexit.register(lambda: print('heavy:', [name for name in heavy if name in sys.modules]))\n"
+        f"sys.argv = ['sternway', *{arguments}]\n"
+        "runpy.run_module('sternway', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode in (0, 2), done.stderr  # 2: nothing asked for
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+    assert "sternway" in done.stdout
+
+
+def test_python_m_is_the_same_command() -> None:
+    command = [sys.executable, "-m", "sternway", "--version"]
+    assert subprocess.check_output(command, text=True) == f"sternway {sternway.__version__}\n"
 
 
 def test_version() -> None:
@@ -51,6 +77,41 @@ def test_doctor_fails_on_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not json.loads(_run("doctor", "--json", code=1))["well"]
 
 
+def test_doctor_warns_of_a_torch_that_is_newer_than_we_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert json.loads(_run("doctor", "--json"))["warnings"] == []
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    report = json.loads(_run("doctor", "--json"))
+    assert report["well"]
+    assert report["warnings"] == ["torch 2.99.0 is newer than 2.13, the newest that sternway was tested with"]
+    assert "warning: torch 2.99.0 is newer than 2.13" in _run("doctor")
+
+
+def test_doctor_runs_every_probe() -> None:
+    probes = json.loads(_run("doctor", "--json"))["probes"]
+    assert [probe["name"] for probe in probes] == [probe.name for probe in PROBES]
+    assert all(probe["fault"] is None for probe in probes)
+    text = _run("doctor")
+    assert f"Private names of torch: {len(probes)} of {len(probes)} do what we need" in text
+    assert "counts in-place changes" not in text  # what passes is one word
+
+
+def test_doctor_shows_a_probe_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = Probe("torch._gone", "is there", ("split", "pipeline"), lambda: [][0])
+    monkeypatch.setattr(sternway._torch, "all_probes", lambda: (*PROBES, bad))
+    report = json.loads(_run("doctor", "--json", code=1))
+    assert not report["well"]
+    assert report["probes"][-1] == {
+        "name": "torch._gone",
+        "features": ["split", "pipeline"],
+        "expected": "is there",
+        "fault": "IndexError: list index out of range",
+    }
+    text = _run("doctor", code=1)
+    assert f"{len(PROBES)} of {len(PROBES) + 1} do what we need" in text
+    assert text.index("torch._gone") < text.index("Tensor._version")  # failures first
+    assert "IndexError" in text
+
+
 def test_split_compares_with_plain_autograd_and_torch() -> None:
     threads = torch.get_num_threads()
     try:
@@ -66,7 +127,7 @@ def test_split_compares_with_plain_autograd_and_torch() -> None:
 
 @pytest.mark.parametrize("command", ["split", "demo"])
 def test_a_width_that_the_heads_do_not_divide_is_refused(command: str) -> None:
-    assert "a multiple of 4 is needed" in _run(command, "--dim", "10", code=2)
+    assert "must be a multiple of 4" in _run(command, "--dim", "10", code=2)
 
 
 def test_example_trains_under_torchrun() -> None:
@@ -106,10 +167,10 @@ def test_graph_of_the_example(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("nonsense", "TARGET is path/to/file.py:function; got 'nonsense'"),
+        ("nonsense", "TARGET must be path/to/file.py:function; got 'nonsense'"),
         ("nowhere.py:loss", "'nowhere.py', which is not one"),
-        ("FILE:absent", "got 'absent'. Fix: one of right, wrong"),
-        ("FILE:wrong", "the function returns a loss, or a model and a sample; got a int"),
+        ("FILE:absent", "got 'absent'. Fix: pass one of right, wrong"),
+        ("FILE:wrong", "the function must return a loss, or a model and a sample; got a int"),
     ],
 )
 def test_graph_says_what_is_wrong_with_a_target(target: str, message: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 import subprocess
 import sys
@@ -59,7 +60,7 @@ SURFACE = {
         "uninstall",
     ],
     "sternway.viewer": ["render", "write"],
-    "sternway.hooks": ["Captured", "Handle", "capture", "on_grads"],
+    "sternway.hooks": ["Collected", "Handle", "collect", "on_grads"],
     "sternway.saved": [
         "Compress",
         "Hooks",
@@ -84,7 +85,7 @@ SURFACE = {
         "FrozenUse",
         "Graph",
         "Kept",
-        "ModuleRow",
+        "ModuleSummary",
         "Node",
         "Nonfinite",
         "Owners",
@@ -102,7 +103,6 @@ SURFACE = {
         "record",
         "why_alive",
     ],
-    "sternway.dropin.autograd_graph": sorted(torch.autograd.graph.__all__),
     "sternway.pipeline": [
         "CheckpointWarning",
         "Chunk",
@@ -120,8 +120,22 @@ SURFACE = {
         "partition",
         "profile",
     ],
-    "sternway.dropin.pipelining_backward": ["stage_backward", "stage_backward_input", "stage_backward_weight"],
-    "sternway.atlas": ["Broken", "Problem", "Report", "build", "check"],
+    "sternway.atlas": ["BrokenLink", "BuildReport", "FileProblem", "build", "check"],
+    "sternway.demo": [
+        "ChaosLog",
+        "ChaosOptions",
+        "DemoOptions",
+        "DemoOutcome",
+        "GPT",
+        "GPTBlock",
+        "SplitTimes",
+        "ThreeWays",
+        "batches",
+        "next_byte_loss",
+        "standard_library",
+        "train",
+        "train_with_kills",
+    ],
     "sternway.cli": ["app", "main"],
 }
 
@@ -131,6 +145,47 @@ def test_names(room: str) -> None:
     module = importlib.import_module(room)
     assert sorted(module.__all__) == SURFACE[room]
     assert all(hasattr(module, name) for name in module.__all__)
+
+
+DROP_INS = {
+    "sternway.dropin.autograd_graph": (
+        "torch.autograd.graph",
+        {
+            "allow_mutation_on_saved_tensors",
+            "disable_saved_tensors_hooks",
+            "register_multi_grad_hook",
+            "save_on_cpu",
+            "saved_tensors_hooks",
+        },
+    ),
+    "sternway.dropin.pipelining_backward": (
+        "torch.distributed.pipelining._backward",
+        {"stage_backward", "stage_backward_input", "stage_backward_weight"},
+    ),
+}
+
+
+def _parameters(function: object) -> list[tuple[str, object, object]]:
+    return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", DROP_INS)
+def test_a_drop_in_has_the_names_and_signatures_of_torch(name: str) -> None:
+    """A star import gives all that torch's gives; what is ours takes the same parameters; the rest is torch's own."""
+    original, ours = DROP_INS[name]
+    theirs = vars(importlib.import_module(original))
+    names: dict[str, object] = {}
+    exec(f"from {name} import *", names)
+    del names["__builtins__"]
+    assert set(names) == set(theirs.get("__all__", ours))
+    assert {each for each, value in names.items() if value is not theirs[each]} == ours
+    for each in ours:
+        assert _parameters(names[each]) == _parameters(theirs[each]), each
+
+
+def test_a_drop_in_has_no_other_names() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        importlib.import_module("sternway.dropin.autograd_graph").nonsense  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -143,6 +198,7 @@ def test_names(room: str) -> None:
         ("import sternway.cli", "torch"),
         ("import sternway.split", "typer"),
         ("import sternway.saved", "rich"),
+        ("import sternway.demo", "sternway.pipeline"),
     ],
 )
 def test_importing_stays_light(statement: str, absent: str) -> None:

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from sternway.pipeline import Pipeline
-from sternway.pipeline import _checkpoint_files as files
-from sternway.pipeline import _sockets as sockets
-from sternway.pipeline._checkpoint import Checkpoints
-from sternway.pipeline._checkpoint_tensors import Writing
+from sternway.pipeline.checkpoint import _files as files
+from sternway.pipeline.checkpoint._checkpoint import Checkpoints
+from sternway.pipeline.checkpoint._tensors import Writing
 
 KINDS = ("SIGKILL", "SIGSTOP", "exception", "cut")
 STEP_PHASES = ("forward", "backward", "before the optimizer", "after the optimizer")
@@ -88,6 +87,6 @@ class Injector:
             os.kill(os.getpid(), getattr(signal, kind))
             time.sleep(1)  # a stop takes effect on all threads a moment later
         elif kind == "cut":
-            sockets.cut(self._pipe.transport._sockets)
+            self._pipe.transport._groups.wake()
         else:
             raise RuntimeError("an exception of the chaos test")

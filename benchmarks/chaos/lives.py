@@ -21,10 +21,10 @@ import torch.multiprocessing as mp
 from chaos.fault import Fault, Injector
 from torch.nn import functional as F
 
-from sternway.cli._gpt import GPT
+from sternway.demo import GPT
 from sternway.errors import SternwayError
 from sternway.pipeline import Pipeline
-from sternway.pipeline import _checkpoint_files as files
+from sternway.pipeline.checkpoint import _files as files
 
 VOCABULARY, LENGTH, MICROBATCHES = 17, 8, 4
 

@@ -23,7 +23,9 @@ from types import TracebackType
 from typing import Any
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
-NAMES, ADDRESSES, LINKS = ("sternway-a", "sternway-b"), ("10.77.0.1", "10.77.0.2"), ("swlink-a", "swlink-b")
+_OWN = os.getpid()  # names of one's own: two runs on one machine do not touch each other's
+NAMES, LINKS = (f"sternway-a-{_OWN}", f"sternway-b-{_OWN}"), (f"sw-a-{_OWN}", f"sw-b-{_OWN}")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29400
 SLOW = {
     "5 ms and losses": "netem delay 5ms 2ms loss 0.5%",
@@ -35,10 +37,10 @@ def possible() -> str:
     """Why two namespaces cannot be had here; empty if they can."""
     if shutil.which("ip") is None:
         return "there is no ip command (apt install iproute2)"
-    made = subprocess.run(["ip", "netns", "add", "sternway-try"], capture_output=True, text=True, check=False)
+    made = subprocess.run(["ip", "netns", "add", NAMES[0]], capture_output=True, text=True, check=False)
     if made.returncode:
         return f"ip netns add: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", "sternway-try"], check=False)
+    subprocess.run(["ip", "netns", "del", NAMES[0]], check=False)
     return ""
 
 
@@ -112,12 +114,14 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
-def story(folder: Path, steps: int, cuts: list[float], limit: float = 240.0) -> dict[str, Any]:
+def story(
+    folder: Path, steps: int, cuts: list[float], limit: float = 240.0, heartbeat_timeout: float = 5
+) -> dict[str, Any]:
     """Train ``steps`` steps; the link is cut each time that some more are saved."""
     saved = folder / "checkpoints"
     with TwoMachines() as machines:
-        arguments = ["--steps", str(steps), "--checkpoint", str(saved), "--save-every", "2", "--heartbeat-timeout", "5"]
-        arguments += ["--dim", "32", "--microbatches", "4"]
+        arguments = ["--steps", str(steps), "--checkpoint", str(saved), "--save-every", "2"]
+        arguments += ["--dim", "32", "--microbatches", "4", "--heartbeat-timeout", str(heartbeat_timeout)]
         started = [machines.start(number, folder / f"machine-{number}.log", *arguments) for number in range(2)]
         end = time.monotonic() + limit
         try:

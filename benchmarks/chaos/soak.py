@@ -9,6 +9,7 @@ process is read every 100 steps; the first fifth of the run is left for everythi
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import socket
@@ -25,7 +26,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from chaos.lives import LENGTH, MICROBATCHES, VOCABULARY, context, loss
 
-from sternway.cli._gpt import GPT
+from sternway.demo import GPT
 from sternway.pipeline import Pipeline
 
 
@@ -37,13 +38,16 @@ class Use:
     resident: int  # bytes
     descriptors: int
     threads: int
+    tensors: int  # that Python can reach
 
     @staticmethod
     def now(step: int) -> Use:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         status = Path("/proc/self/status").read_text()
         threads = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("Threads"))
-        return Use(step, pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), threads)
+        gc.collect()
+        tensors = sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+        return Use(step, pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), threads, tensors)
 
 
 def work(rank: int, port: int, folder: str, steps: int, every: int, said: Any) -> None:
@@ -89,7 +93,9 @@ def soak(steps: int, every: int) -> dict[int, list[Use]]:
 def growth(uses: list[Use]) -> dict[str, int]:
     """The last value over that after a fifth of the run."""
     first, last = uses[len(uses) // 5], uses[-1]
-    return {name: getattr(last, name) - getattr(first, name) for name in ("resident", "descriptors", "threads")}
+    return {
+        name: getattr(last, name) - getattr(first, name) for name in ("resident", "descriptors", "threads", "tensors")
+    }
 
 
 def main() -> None:

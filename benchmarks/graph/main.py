@@ -28,7 +28,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 from sternway import graph
-from sternway.cli._gpt import GPT
+from sternway.demo import GPT
 
 CHAIN = 100_000
 MIB = 2**20

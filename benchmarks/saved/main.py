@@ -35,8 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import gpt
 
 from sternway import saved
-from sternway.cli._gpt import GPT
-from sternway.cli._text import batches, standard_library
+from sternway.demo import GPT, batches, standard_library
 from sternway.saved import Offload, Policy
 
 GB = 1e9
@@ -96,17 +95,17 @@ class Steps:
 def weights_sent(policy: Offload, parameters: set[int]) -> Iterator[list[int]]:
     """Count, at the door of the store, bytes that belong to a parameter."""
     sent: list[int] = [0]
-    send = policy.engine.store.send
+    send = policy.offloader.store.send
 
     def counted(flat: Tensor, itemsize: int, lossless: bool) -> Any:
         sent[0] += flat.numel() if flat.untyped_storage().data_ptr() in parameters else 0
         return send(flat, itemsize, lossless)
 
-    policy.engine.store.send = counted  # type: ignore[method-assign]
+    policy.offloader.store.send = counted  # type: ignore[method-assign]
     try:
         yield sent
     finally:
-        policy.engine.store.send = send  # type: ignore[method-assign]
+        policy.offloader.store.send = send  # type: ignore[method-assign]
 
 
 def relative_error(grads: list[Tensor], reference: list[Tensor]) -> float:
@@ -177,8 +176,8 @@ def way(name: str, policy: Offload, steps: Steps, keep_s: float, keep_peak: int,
     """One way to offload, beside keeping and beside the link's own time for the same bytes."""
     with weights_sent(policy, steps.parameters) as sent:
         found_s, peak, report = steps.measure(lambda: policy, warm=4 if name == "auto" else 2, rounds=rounds)
-    out, back = policy.engine.store.rates(steps.x.device)
-    moved, plan = report.moved_bytes, policy.engine.plan
+    out, back = policy.offloader.store.rates(steps.x.device)
+    moved, plan = report.moved_bytes, policy.offloader.plan
     link = moved / out + moved / back
     say(
         what=f"ours, {name}",
@@ -244,7 +243,7 @@ def cpu(rounds: int, only: str, directory: str) -> None:
         policy = saved.offload(to="disk", directory=directory, min_bytes="64KiB", buffer="4MiB", prefetch="4MiB")
         with saved.compress("lossless"):
             steps.once(policy)
-        store: Any = policy.engine.store
+        store: Any = policy.offloader.store
         store.written_bytes = 0
         with saved.compress("lossless"):
             seconds, _, _ = steps.once(policy)

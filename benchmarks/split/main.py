@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import convnet, gpt, llama
 
-from sternway.cli._measure import ThreeWays
+from sternway.demo import ThreeWays
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import odd_tree
 import pytest
 
 from sternway import atlas
-from sternway.atlas import _ctags
-from sternway.atlas._facts import read_facts
-from sternway.atlas._languages import language_of
 from sternway.atlas._records import Facts, pack, unpack
+from sternway.atlas.read import _ctags
+from sternway.atlas.read._facts import read_facts
+from sternway.atlas.read._languages import language_of
 
 has_ctags = pytest.mark.skipif(
     not _ctags.version(), reason="universal-ctags is not installed: apt install universal-ctags"

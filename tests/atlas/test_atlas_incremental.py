@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ import odd_tree
 import pytest
 
 from sternway import atlas
-from sternway.atlas import _store
+from sternway.atlas.run import _store
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def test_two_builds_are_identical_bytes(source: Path, out: Path, tmp_path: Path)
 def test_processes_and_one_process_write_the_same(
     source: Path, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sternway.atlas import _run
+    from sternway.atlas.run import _run
 
     atlas.build(source, out, jobs=1)
     monkeypatch.setattr(_run, "_SMALL", 0)
@@ -96,10 +97,27 @@ def test_a_damaged_page_is_made_again(source: Path, out: Path) -> None:
 
 def test_another_generator_makes_every_page_again(source: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = atlas.build(source, out)
-    monkeypatch.setattr("sternway.atlas._run.generator", lambda: "another")
+    monkeypatch.setattr("sternway.atlas.run._run.generator", lambda: "another")
     second = atlas.build(source, out)
     assert (second.written, second.kept) == (0, first.written)  # made again, the same
     assert json.loads((out / ".atlas" / "manifest.json").read_text())["generator"] == "another"
+
+
+@pytest.mark.parametrize("installed", [{"griffelib": "2.1"}, {"griffe": "1.5"}, {"griffe": "2.1", "griffelib": "2.1"}])
+def test_any_allowed_griffe_is_known_to_the_generator(installed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before version 2 there is no distribution griffelib; and another version makes pages anew."""
+    others = {"jinja2": "3", "pygments": "2", "pathspec": "1", "pyyaml": "6"}
+
+    def version(name: str) -> str:
+        try:
+            return {**others, **installed}[name]
+        except KeyError:
+            raise importlib.metadata.PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = _store.generator.__wrapped__()
+    installed.update(dict.fromkeys(installed, "9.9"))
+    assert _store.generator.__wrapped__() != found
 
 
 def test_check_says_what_is_stale(source: Path, out: Path) -> None:

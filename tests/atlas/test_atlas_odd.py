@@ -11,8 +11,8 @@ import odd_tree
 import pytest
 
 from sternway import atlas
-from sternway.atlas import _tree
-from sternway.atlas._names import file_page, folder_of, safe
+from sternway.atlas._paths import file_page, folder_of, safe
+from sternway.atlas.read import _tree
 from sternway.errors import AtlasError
 
 
@@ -22,16 +22,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(source: Path) -> tuple[Path, atlas.Report]:
+def built(source: Path) -> tuple[Path, atlas.BuildReport]:
     out = source / "docs" / "atlas"  # inside the source: must not document itself
     return out, atlas.build(source, out)
 
 
-def _problems(report: atlas.Report) -> dict[str, str]:
+def _problems(report: atlas.BuildReport) -> dict[str, str]:
     return {item.path: item.kind for item in report.problems}
 
 
-def test_each_odd_file_is_a_line_in_the_report(built: tuple[Path, atlas.Report]) -> None:
+def test_each_odd_file_is_a_line_in_the_report(built: tuple[Path, atlas.BuildReport]) -> None:
     report = built[1]
     assert _problems(report) == {
         "alias.py": "link",
@@ -57,7 +57,7 @@ def test_each_odd_file_is_a_line_in_the_report(built: tuple[Path, atlas.Report])
     assert "line 1" in texts["broken.py"]
 
 
-def test_every_other_file_has_its_pages(source: Path, built: tuple[Path, atlas.Report]) -> None:
+def test_every_other_file_has_its_pages(source: Path, built: tuple[Path, atlas.BuildReport]) -> None:
     out, report = built
     paths = ["pkg/model.py", "empty.py", "latin.py", "cookie.py", "keep.log", "index.md/x_docs.md", odd_tree.NASTY]
     paths.append("bad\udcff name.py")
@@ -95,12 +95,12 @@ def test_names_keep_apart_and_inside() -> None:
     assert len(safe("x" * 300)) < 200
 
 
-def test_fences_are_longer_than_any_inside(built: tuple[Path, atlas.Report]) -> None:
+def test_fences_are_longer_than_any_inside(built: tuple[Path, atlas.BuildReport]) -> None:
     text = (built[0] / "README.md_docs.md").read_text()
     assert "``````markdown\n" + odd_tree.FENCES + "``````" in text
 
 
-def test_markup_in_names_and_text_is_shown_not_run(built: tuple[Path, atlas.Report]) -> None:
+def test_markup_in_names_and_text_is_shown_not_run(built: tuple[Path, atlas.BuildReport]) -> None:
     out = built[0]
     for page in out.rglob("*.html"):
         text = page.read_text()
@@ -110,7 +110,7 @@ def test_markup_in_names_and_text_is_shown_not_run(built: tuple[Path, atlas.Repo
     assert html.escape(odd_tree.NASTY) in page
 
 
-def test_encodings_are_said(built: tuple[Path, atlas.Report]) -> None:
+def test_encodings_are_said(built: tuple[Path, atlas.BuildReport]) -> None:
     out = built[0]
     assert "| Encoding | unknown, shown as Latin-1 |" in (out / "latin.py_docs.md").read_text()
     assert "| Encoding | latin-1 as its first lines say |" in (out / "cookie.py_docs.md").read_text()
@@ -138,7 +138,11 @@ def test_what_cannot_be_read_is_a_line(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("source", "out", "match"),
-    [("nowhere", "out", "SOURCE is a folder"), ("src", "src", "not the source"), ("src", ".", "not the source")],
+    [
+        ("nowhere", "out", "SOURCE must be a folder"),
+        ("src", "src", "cannot be the source"),
+        ("src", ".", "cannot be the source"),
+    ],
 )
 def test_what_is_refused(tmp_path: Path, source: str, out: str, match: str) -> None:
     (tmp_path / "src").mkdir()
@@ -150,7 +154,7 @@ def test_the_output_is_not_somebody_elses(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "index.md").write_text("mine")
-    with pytest.raises(AtlasError, match="an earlier run wrote"):
+    with pytest.raises(AtlasError, match="must be new, empty, or written by an earlier run"):
         atlas.build(tmp_path / "src", tmp_path / "out")
     assert (tmp_path / "out" / "index.md").read_text() == "mine"
 
@@ -161,6 +165,6 @@ def test_a_link_planted_in_the_output_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out" / ".atlas").mkdir(parents=True)
     (tmp_path / "out" / "pkg").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(AtlasError, match="no folder of the output is a link"):
+    with pytest.raises(AtlasError, match="cannot be a symbolic link"):
         atlas.build(tmp_path / "src", tmp_path / "out")
     assert list((tmp_path / "elsewhere").iterdir()) == []

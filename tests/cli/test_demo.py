@@ -11,12 +11,13 @@ from typer.testing import CliRunner
 
 from browser import Browser
 from sternway import cli
+from sternway.schedule import names
 
 SMALL = ("--dim", "16", "--layers", "4", "--steps", "3", "--microbatches", "4", "--compared-steps", "1")
 
 
 def _demo(*arguments: str, out: Path) -> str:
-    result = CliRunner().invoke(cli.app, ["demo", *SMALL, *arguments, "--out", str(out)])
+    result = CliRunner().invoke(cli.app, ["demo", *SMALL, *arguments, "--out", str(out)], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -24,26 +25,30 @@ def _demo(*arguments: str, out: Path) -> str:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     out = tmp_path_factory.mktemp("demo")
-    return json.loads(_demo("--json", out=out)), out / "report.html"
+    return json.loads(_demo("--schedule", "zb-h1", "--json", out=out)), out / "report.html"
 
 
 def test_trains_across_processes(trained: tuple[dict[str, Any], Path]) -> None:
     record, report = trained
     assert record["gradients_equal"]
     assert len(record["losses"]) == 3
-    assert record["schedule"].startswith("search")
-    assert set(record["efficiency"]) == {
-        f"sternway {record['schedule']}",
-        "torch Schedule1F1B",
-        "torch ScheduleZBVZeroBubble",
-    }
+    assert record["schedule"] == "zb-h1"
+    assert (
+        set(record["efficiency"])
+        == set(record["step_ms"])
+        == {
+            "sternway zb-h1",
+            "torch Schedule1F1B",
+            "torch ScheduleZBVZeroBubble",
+        }
+    )
     assert record["report"] == str(report)
 
 
-def test_prints_a_table_and_takes_a_schedule(tmp_path: Path) -> None:
-    text = _demo("--schedule", "zb-v", out=tmp_path)
+def test_prints_a_table_with_the_schedule_that_is_fastest_here(tmp_path: Path) -> None:
+    text = _demo(out=tmp_path)  # which one that is depends on this machine's times
     assert "First step's gradients equal to one process's" in text
-    assert "zb-v" in text
+    assert any(f"sternway {name}" in text for name in (*names(), "search"))
 
 
 def test_says_what_failed_in_a_process(tmp_path: Path) -> None:
@@ -63,7 +68,7 @@ def test_the_report_shows_the_step_the_loss_and_the_memory(
         browser.run(f"document.querySelectorAll('#timeline .series')[{i}].querySelectorAll('rect.event').length")
         for i in range(2)
     )
-    assert planned == measured >= 2 * 4 * 3  # F, I and W of four microbatches on two ranks
+    assert planned == measured == 2 * 4 * 3  # F, I and W of four microbatches on two ranks
     hover = browser.run("document.querySelector('#timeline rect.event title').textContent")
     assert hover.startswith("0F0: 0 to ")
     assert hover.endswith(" ms, rank 0")

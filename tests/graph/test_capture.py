@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sternway import graph
-from sternway.cli._gpt import GPT
+from sternway.demo import GPT
 from sternway.errors import GraphError
 
 

@@ -165,7 +165,7 @@ def test_the_first_nonfinite_gradient() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
     loss.backward()  # the graph can still be used
     assert graph.find_nonfinite(nn.Linear(2, 2)(torch.ones(1, 2)).sum()) is None
-    with pytest.raises(GraphError, match="starts from a scalar"):
+    with pytest.raises(GraphError, match="loss must be a scalar"):
         graph.find_nonfinite(torch.ones(2, requires_grad=True) * 1)
 
 

@@ -40,7 +40,7 @@ def test_json_there_and_back(captured: graph.Graph) -> None:
         ("[]", "what Graph.to_json wrote"),
         (
             '{"format": "sternway.graph", "version": 99}',
-            "reads sternway.graph version 1; got sternway.graph version 99",
+            "can only read sternway.graph version 1; got sternway.graph version 99",
         ),
     ],
 )
@@ -92,4 +92,34 @@ def test_text_depth_and_repr(captured: graph.Graph) -> None:
     assert "norm1" not in shallow
     assert "   ├─ norm1: " in captured.to_text()
     assert repr(captured).startswith(f"Graph({len(captured.nodes)} nodes, ")
+    assert len(repr(captured).splitlines()) == 1
     assert str(captured.nodes[0]).startswith("AccumulateGrad [0]")
+
+
+def test_print_says_the_most_important_in_a_few_lines() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model.spare = nn.Parameter(torch.ones(1))
+    with graph.record(model):
+        loss = model[2](model[1](model[0](torch.ones(3, 4)))).sum()
+    lines = str(graph.capture(loss, model)).splitlines()
+    assert lines[0].startswith("10 nodes, 144 B saved for the backward")
+    assert lines[1] == "most saved by: 1 96 B, 0 48 B"
+    assert lines[2] == "largest:"
+    assert lines[-2:] == ["no gradient reaches: spare", "split: 4 parameters wait for W, 0 are computed in I"]
+    bare = str(graph.capture(torch.ones(1, requires_grad=True) + 1)).splitlines()
+    assert bare[0].startswith("2 nodes, 0 B saved")
+    assert len(bare) == 1
+
+
+def test_a_notebook_shows_a_table_of_modules() -> None:
+    evil = "<script>"
+    model = nn.ModuleDict({evil: nn.Linear(4, 4)} | {f"layer {index}": nn.Linear(4, 4) for index in range(25)})
+    x = torch.ones(2, 4)
+    for layer in model.values():
+        x = layer(x).relu()
+    html = graph.capture(x.sum(), model)._repr_html_()
+    assert html.count("<tr>") == 21
+    assert "<td>layer 0</td>" in html
+    assert "20 of 27 modules" in html
+    assert evil not in html
+    assert "<td>&lt;script&gt;</td>" in html

@@ -37,7 +37,7 @@ def test_by_module(captured: graph.Graph) -> None:
     assert set(rows) == {"", "left", "right"}
     assert dict(rows["left"].kinds) == {"AccumulateGrad": 2, "TBackward0": 1, "AddmmBackward0": 1}
     assert captured.by_module(depth=0)[""].nodes == len(captured.nodes)
-    with pytest.raises(GraphError, match="depth is a number of name parts; got -1"):
+    with pytest.raises(GraphError, match="depth must be 0 or more; got -1"):
         captured.by_module(depth=-1)
 
 
@@ -67,7 +67,7 @@ def test_between_and_path(captured: graph.Graph) -> None:
     assert captured.between("left.weight", "right.weight") == ()
     assert len(captured.between(top, "left")) == len(way) + 1  # the bias too
     assert captured.find("ReluBackward0") == [captured.nodes[way[2].id]] == captured.find(way[2])
-    with pytest.raises(GraphError, match=r"a node's id, or the name of a parameter.*got 'nowhere'"):
+    with pytest.raises(GraphError, match=r"must be given by its id, or by the name.*got 'nowhere'"):
         captured.path("nowhere", top)
     with pytest.raises(GraphError, match="got 999"):
         captured.find(999)
@@ -78,7 +78,7 @@ def test_unused_and_frozen(captured: graph.Graph) -> None:
     (use,) = captured.frozen_paths()
     assert (use.parameter, use.leads_to) == ("frozen.weight", ("left.bias", "left.weight"))
     bare = graph.capture(torch.ones(1, requires_grad=True) * 1)
-    with pytest.raises(GraphError, match=r"needs the model.*model=model"):
+    with pytest.raises(GraphError, match=r"need the model.*model=model"):
         bare.unused_parameters()
 
 

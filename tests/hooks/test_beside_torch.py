@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import pickle
-import warnings
 import weakref
 
 import pytest
@@ -109,7 +108,7 @@ def test_torch_fails_to_pickle_a_handle_obscurely_and_ours_says_why() -> None:
     a, b = _leaves()
     with pytest.raises(AttributeError, match="local object"):
         pickle.dumps(torch_graph.register_multi_grad_hook([a, b], print))
-    with pytest.raises(HookError, match="belongs to the process"):
+    with pytest.raises(HookError, match="cannot be pickled or copied"):
         pickle.dumps(ours.register_multi_grad_hook([a, b], print))
 
 
@@ -215,20 +214,3 @@ class TestDocumented:
             y = (c * c).sum()
             c.mul_(3)
             y.backward()
-
-
-def _shape(function: object) -> list:
-    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-
-
-def test_the_drop_in_has_every_public_name_and_signature() -> None:
-    assert set(ours.__all__) == set(torch_graph.__all__)
-    for name in torch_graph.__all__:
-        mine, theirs = getattr(ours, name), getattr(torch_graph, name)
-        if mine is not theirs:
-            assert _shape(mine) == _shape(theirs)
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
-        ours.nonsense  # noqa: B018
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        exec("from sternway.dropin.autograd_graph import *", {})

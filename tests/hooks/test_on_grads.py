@@ -306,7 +306,7 @@ def test_handles(calls: list) -> None:
 @pytest.mark.parametrize("copying", [pickle.dumps, copy.copy, copy.deepcopy])
 def test_a_handle_is_not_copied(copying: Callable) -> None:
     handle = hooks.on_grads([_leaf()], print)
-    with pytest.raises(HookError, match=r"belongs to the process.*register the hook again"):
+    with pytest.raises(HookError, match=r"cannot be pickled or copied.*register the hook again"):
         copying(handle)
 
 
@@ -328,9 +328,12 @@ def test_nothing_is_kept_alive() -> None:
 @pytest.mark.parametrize(
     ("places", "message"),
     [
-        ([torch.ones(2)], r"requires one; got places\[0\] of shape \(2,\) with requires_grad=False"),
+        (
+            [torch.ones(2)],
+            r"must require a gradient for one to arrive; got places\[0\] of shape \(2,\) with requires_grad=False",
+        ),
         (["x"], "a tensor, a GradientEdge or a graph node; got places"),
-        ([], "at least one place"),
+        ([], "places cannot be empty"),
     ],
 )
 def test_places_that_are_refused(places: list, message: str) -> None:
@@ -339,26 +342,26 @@ def test_places_that_are_refused(places: list, message: str) -> None:
 
 
 def test_arguments_that_are_refused() -> None:
-    with pytest.raises(HookError, match="'all' or 'any'; got 'some'"):
+    with pytest.raises(HookError, match='must be "all" or "any"; got \'some\''):
         hooks.on_grads([_leaf()], print, mode="some")  # type: ignore[arg-type]
-    with pytest.raises(HookError, match="fn is called"):
+    with pytest.raises(HookError, match="fn must be a function of the gradients"):
         hooks.on_grads([_leaf()], None)  # type: ignore[arg-type]
 
 
-def test_capture_collects_and_leaves_no_hook() -> None:
+def test_collect_leaves_no_hook() -> None:
     x = _leaf()
     hidden = x * 3
-    with hooks.capture([hidden, get_gradient_edge(hidden), x]) as grads:
+    with hooks.collect([hidden, get_gradient_edge(hidden), x]) as grads:
         (hidden * 2).sum().backward(retain_graph=True)
         (hidden * 4).sum().backward(retain_graph=True)
     (hidden * 8).sum().backward()
     assert grads[0].tolist() == grads[1].tolist() == [4.0, 4.0]
     assert [grad.tolist() for grad in grads.history(2)] == [[6.0, 6.0], [12.0, 12.0]]
     assert len(grads) == len(grads[0:]) == 3
-    assert repr(grads) == "Captured(3 of 3 places have a gradient)"
+    assert repr(grads) == "Collected(3 of 3 places have a gradient)"
     assert not hidden.retains_grad
-    with hooks.capture(x) as one:
+    with hooks.collect(x) as one:
         pass
     assert one[0] is None
-    with pytest.raises(HookError, match="at least one place"), hooks.capture([]):
+    with pytest.raises(HookError, match="places cannot be empty"), hooks.collect([]):
         pass

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from sternway import split
-from sternway.pipeline._buffers import Buffers
-from sternway.pipeline._payload import TensorSpec
+from sternway.pipeline.transport._buffers import Buffers
+from sternway.pipeline.transport._payload import TensorSpec
 
 SPEC = TensorSpec((4, 8), torch.float32, True)
 

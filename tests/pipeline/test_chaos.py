@@ -16,15 +16,17 @@ FAULTS = [
     Fault("cut", 1, 5, "before the optimizer"),
 ]
 
+LIMIT = 300.0  # only ends a run that hangs
+
 
 def test_killed_and_resumed_ends_with_the_same_bits(tmp_path: Path) -> None:
-    run = Run(tmp_path / "disturbed", steps=8, heartbeat_timeout=3)
-    calm = live(replace(run, directory=tmp_path / "calm"), None)
+    run = Run(tmp_path / "disturbed", steps=8, heartbeat_timeout=6)
+    calm = live(replace(run, directory=tmp_path / "calm"), None, LIMIT)
     assert calm.weights
     for fault in FAULTS:
-        life = live(run, fault)
+        life = live(run, fault, LIMIT)
         assert life.died is not None, fault
         assert not life.hung, (fault, life)
         assert life.reports.keys() | {fault.rank} == {0, 1, 2, 3}, (fault, life)
         assert newest(run.directory) >= life.saved, (fault, life)
-    assert live(run, None).weights == calm.weights
+    assert live(run, None, LIMIT).weights == calm.weights

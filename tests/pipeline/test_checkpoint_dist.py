@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from gloo import on_ranks
-from sternway.cli._gpt import GPT
+from sternway.demo import GPT
 from sternway.errors import CheckpointError
 from sternway.pipeline import CheckpointWarning, Pipeline
-from sternway.pipeline import _checkpoint_tensors as tensors
+from sternway.pipeline.checkpoint import _tensors as tensors
 
 VOCABULARY, LENGTH = 11, 6
 
@@ -112,7 +112,7 @@ def _one_cannot(rank: int, directory: str) -> None:
     pipe.save(directory, optimizer, 4)
     if rank == 0:
         Path(directory, "step-00000004", "__1_0.distcp").write_bytes(b"")
-        with pytest.warns(CheckpointWarning, match="is passed over"):
+        with pytest.warns(CheckpointWarning, match="is skipped"):
             assert pipe.resume(directory, optimizer).step == 1
     else:
         assert pipe.resume(directory, optimizer).step == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 from compare import assert_same_grads
 from gloo import on_ranks
 from sternway import pipeline, schedule
-from sternway.cli._gpt import GPT
+from sternway.demo import GPT
 from sternway.errors import PipelineError
 from sternway.pipeline import Pipeline
 
@@ -56,11 +55,11 @@ def _every_schedule(rank: int, ranks: int, microbatches: int, names: list[str]) 
 
 
 def test_every_schedule_on_two_ranks() -> None:
-    on_ranks(2, _every_schedule, 2, 4, schedule.names(), timeout=300)
+    on_ranks(2, _every_schedule, 2, 4, schedule.names())
 
 
 def test_four_ranks() -> None:
-    on_ranks(4, _every_schedule, 4, 8, ["1f1b", "zb-h1", "zb-v", "dualpipe-v"], timeout=300)
+    on_ranks(4, _every_schedule, 4, 8, ["1f1b", "zb-h1", "zb-v", "dualpipe-v"])
 
 
 class Variable(nn.Module):
@@ -146,7 +145,7 @@ def _samples(rank: int) -> None:
 
     for broken in (torch.randn(2, DIM + 1), torch.randn(2, DIM + 1) if rank == 0 else torch.randn(2, DIM)):
         with pytest.raises(
-            PipelineError, match="the sample goes through the model, forward and back; got RuntimeError"
+            PipelineError, match="the sample must go through the model, forward and backward; got RuntimeError"
         ):
             build(broken)
     pipe = build(torch.randn(2, DIM) if rank == 0 else None)  # the first rank's is enough
@@ -193,12 +192,8 @@ class Breaks(nn.Module):
 def _breaks(rank: int, ranks: int, broken: int) -> None:
     stage = Breaks() if rank == broken else nn.Linear(DIM, DIM)
     pipe = Pipeline({rank: stage}, schedule="1f1b", n_microbatches=4, loss_fn=F.mse_loss)
-    start = time.monotonic()
-    with pytest.raises(
-        PipelineError, match=rf"{broken}F2 did not \(rank {broken}, stage {broken}.*ValueError: no luck"
-    ):
+    with pytest.raises(PipelineError, match=rf"{broken}F2 failed \(rank {broken}, stage {broken}.*ValueError: no luck"):
         pipe.step(torch.randn(4, DIM), target=torch.randn(4, DIM))
-    assert time.monotonic() - start < 20
     with pytest.raises(PipelineError, match="is closed"):
         pipe.step(torch.randn(4, DIM), target=torch.randn(4, DIM))
     dist.barrier()  # the default group is unharmed
@@ -214,14 +209,14 @@ def _misfits(rank: int) -> None:
         return Pipeline(stages, **{"schedule": "1f1b", "n_microbatches": 2, "loss_fn": F.mse_loss} | options)
 
     layer = nn.Linear(DIM, DIM)
-    with pytest.raises(PipelineError, match="all ranks run one schedule; got another on rank 1"):
+    with pytest.raises(PipelineError, match="all ranks must run the same schedule; got another on rank 1"):
         build({rank: layer}, schedule="1f1b" if rank else "gpipe")
-    with pytest.raises(PipelineError, match=r"rank 1 holds the stages \[1\].* got no stage 1, but \[0\]"):
+    with pytest.raises(PipelineError, match=r"rank 1 must hold the stages \[1\].* got no stage 1, but \[0\]"):
         build({0: layer})
     with pytest.raises(PipelineError, match=r"here; got stage 1 too"):
         build({0: layer, 1: layer} if rank == 0 else {1: layer})
     pipe = build({rank: layer})
-    with pytest.raises(PipelineError, match=r"the batch is cut .* got a tensor of shape \(1, 8\)"):
+    with pytest.raises(PipelineError, match=r"the batch cannot be cut .* got a tensor of shape \(1, 8\)"):
         pipe.step(torch.randn(1, DIM), target=torch.randn(2, DIM))
     pipe.step(torch.randn(2, DIM), target=torch.randn(2, DIM))  # nothing was spoiled
 

@@ -19,6 +19,7 @@ from compare import assert_same_grads
 from sternway import pipeline, schedule
 from sternway.errors import PipelineError, ScheduleError
 from sternway.pipeline import LocalTransport, Pipeline
+from sternway.pipeline.build import _plan
 
 DIM = 8
 
@@ -323,14 +324,14 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"stages": {}}, "stages are {stage index: module}; got none"),
-            ({"stages": {0: nn.Linear(2, 2)}}, r"rank 1 holds the stages \[1\].*got no stage 1, but \[0\]"),
-            ({"stages": stages_of(3)}, r"places the stages \[0, 1\] here; got stage 2 too"),
-            ({"n_microbatches": None}, "a schedule by name needs the number of microbatches"),
+            ({"stages": {}}, "stages must be {stage index: module}; got none"),
+            ({"stages": {0: nn.Linear(2, 2)}}, r"rank 1 must hold the stages \[1\].*got no stage 1, but \[0\]"),
+            ({"stages": stages_of(3)}, r"places only the stages \[0, 1\] here; got stage 2 too"),
+            ({"n_microbatches": None}, "a schedule given by name needs n_microbatches"),
             ({"schedule": schedule.make("1f1b", ranks=3, microbatches=2)}, "is for 3 ranks; got 2 ranks"),
-            ({"skips": {"a": (1, 0)}}, "a skip leads from a stage to a later one"),
-            ({"tied": [("nothing",)]}, "tied names are parameters of some stage; got 'nothing'"),
-            ({"ranks": None}, "a pipeline in one process is told its ranks"),
+            ({"skips": {"a": (1, 0)}}, "a skip must lead from a stage to a later one"),
+            ({"tied": [("nothing",)]}, "tied must name parameters that some stage has; got 'nothing'"),
+            ({"ranks": None}, "a pipeline in one process needs the number of ranks"),
         ],
     )
     def test_when_built(self, options: dict[str, Any], message: str) -> None:
@@ -340,10 +341,14 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("inputs", "target", "message"),
         [
-            ((torch.randn(1, 4, DIM),), torch.randn(2, 4, DIM), r"the batch is cut .* into 2 .* shape \(1, 4, 8\)"),
-            ((torch.randn(2, 4, DIM),), torch.randn(1, 4, DIM), "the target is cut along dimension 0"),
-            ((torch.randn(2, 4, DIM),), None, "trains with a loss and a target; got no target"),
-            ((), torch.randn(2, 4, DIM), "the first stage's rank is given the batch; got no inputs"),
+            (
+                (torch.randn(1, 4, DIM),),
+                torch.randn(2, 4, DIM),
+                r"the batch cannot be cut .* into 2 .* shape \(1, 4, 8\)",
+            ),
+            ((torch.randn(2, 4, DIM),), torch.randn(1, 4, DIM), "the target cannot be cut along dimension 0"),
+            ((torch.randn(2, 4, DIM),), None, "training needs a loss and a target .*; got no target"),
+            ((), torch.randn(2, 4, DIM), "the rank of the first stage needs the batch; got no inputs"),
         ],
     )
     def test_in_the_batch(self, inputs: tuple[Tensor, ...], target: Tensor | None, message: str) -> None:
@@ -358,12 +363,55 @@ class TestMistakes:
                 raise ValueError("no luck")
 
         pipe = self.pipe(stages={0: gpt(DIM, 1, heads=2), 1: Broken()})
-        with pytest.raises(PipelineError, match=r"1F0 did not \(rank 1, stage 1, step 0\); got ValueError: no luck"):
+        with pytest.raises(
+            PipelineError, match=r"1F0 failed \(rank 1, stage 1, action 0 of the rank\); got ValueError: no luck"
+        ):
             pipe.step(torch.randn(2, 4, DIM), target=torch.randn(2, 4, DIM))
-        with pytest.raises(PipelineError, match="a pipeline that failed is closed"):
+        with pytest.raises(PipelineError, match="this pipeline is closed, because it failed"):
             pipe.step(torch.randn(2, 4, DIM), target=torch.randn(2, 4, DIM))
 
     def test_a_loss_that_is_not_one_number(self) -> None:
         pipe = self.pipe(loss_fn=lambda y, t: (y - t).square())
-        with pytest.raises(PipelineError, match=r"the loss is one number; got a tensor of shape \(1, 4, 8\)"):
+        with pytest.raises(PipelineError, match=r"loss_fn must return one number; got a tensor of shape \(1, 4, 8\)"):
             pipe.step(torch.randn(2, 4, DIM), target=torch.randn(2, 4, DIM))
+
+
+def test_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))
+    options: dict[str, Any] = {"n_microbatches": 4, "ranks": 2, "loss_fn": F.mse_loss}
+    pipe = Pipeline(model, cuts=["2"], schedule="1f1b", transport=LocalTransport(), **options)
+    assert repr(pipe).splitlines() == [
+        "Pipeline of 2 stages on 2 ranks",
+        "  schedule  1f1b, 4 microbatches",
+        "  cuts      2",
+        "  here      all ranks: 1.1 KiB of parameters",
+        "  planned   bubble 20.0%, if F, I and W take equally long",
+    ]
+    x = torch.randn(8, DIM)
+    lines = str(pipe.step(x, target=x, return_outputs=True)).splitlines()
+    assert [line.split()[0] for line in lines] == ["StepResult", "loss", "outputs", "measured", "idle"]
+    assert lines[2] == "  outputs   of 4 microbatches"
+    assert pipe.evaluate(x).loss is None
+    assert "loss      not on this rank" in repr(pipe.evaluate(x))
+
+    found = pipeline.Profile(
+        names=("a", "b.c"), F=(1e-3, 2e-3), I=(1e-3, 1e-3), W=(1e-3, 1e-3), B=(2e-3, 2e-3),
+        bytes_after_F=(1024, 2048), bytes_after_I=(512, 0), sent_bytes=(256, 0),
+    )  # fmt: skip
+    assert repr(found).splitlines() == [
+        "Profile of 2 stages, one microbatch",
+        "  stage   F ms   I ms   W ms   B ms  kept after F  after I   sent",
+        "  a      1.000  1.000  1.000  2.000       1.0 KiB    512 B  256 B",
+        "  b.c    2.000  1.000  1.000  2.000       2.0 KiB      0 B    0 B",
+        "  total  3.000  2.000  2.000  4.000       3.0 KiB    512 B",
+    ]
+    one = (1e-3,) * 4
+    four = pipeline.Profile(
+        names=("0", "1", "2", "3"), F=one, I=one, W=one, B=tuple(2 * each for each in one),
+        bytes_after_F=(1024,) * 4, bytes_after_I=(512,) * 4, sent_bytes=(256,) * 4,
+    )  # fmt: skip
+    monkeypatch.setattr(_plan, "profile", lambda *arguments, **options: four)
+    pipe = Pipeline(model, cuts=["2"], schedule="1f1b", sample=x, transport=LocalTransport(), **options)
+    # Rank 0 keeps two microbatches at most, each with 1 KiB in both of its modules.
+    assert repr(pipe).splitlines()[-1] == "  planned   30.00 ms, bubble 20.0%, activations of at most 4.0 KiB on a rank"

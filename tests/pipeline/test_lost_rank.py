@@ -1,4 +1,8 @@
-"""Real gloo processes of which one dies, is stopped or fails: every other one says so, in time, and in a file."""
+"""Real gloo processes of which one dies, is stopped or fails: every other one says so, and writes a report.
+
+What counts as lost after how long is tested in ``test_signs.py`` with a clock of its own. Here a timeout is long enough
+for a machine under load.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,8 @@ from torch.nn import functional as F
 from gloo import free_port, join_group, processes
 from sternway.errors import LostRankError
 from sternway.pipeline import Pipeline
-from sternway.pipeline import _sockets as sockets
 
-DIM, HEARTBEAT_TIMEOUT, LIMIT = 4, 2.0, 60.0
+DIM, HEARTBEAT_TIMEOUT, LIMIT = 4, 6.0, 300.0  # LIMIT only ends a test that hangs
 
 
 class Fatal(nn.Module):
@@ -49,7 +51,7 @@ class Fatal(nn.Module):
         elif self.way == "exit":
             os._exit(0)
         elif self.way == "cut":
-            sockets.cut(self.transport[0]._sockets)
+            self.transport[0]._groups.wake()
 
 
 def _rank(rank: int, ranks: int, port: int, victim: int, way: str, backward: bool, reports: str, said: Any) -> None:
@@ -117,11 +119,11 @@ def test_every_other_rank_says_which(ranks: int, victim: int, way: str, backward
         kind, text, note = heard[rank]
         assert kind == LostRankError.__name__
         if victim == 0 and way.startswith("SIG"):
-            assert "rank 0 of all" in text
+            assert "which global rank 0 h" in text  # held, or holds
         elif way == "cut":
-            assert "it lost a connection" in text or "rank 0" in text
+            assert "its connection to another rank was lost, though all ranks are alive" in text
         else:
-            assert f"rank {victim} (stage {victim}, at {victim}" in text
+            assert f"rank {victim} was lost during step 1 (stage {victim}, at {victim}" in text
         if way == "raise":
             assert "ValueError: no luck" in text
         report = json.loads(Path(note.split(": ", 1)[1]).read_text())
@@ -132,36 +134,5 @@ def test_every_other_rank_says_which(ranks: int, victim: int, way: str, backward
         assert all(event["start"] <= event["end"] for event in report["timeline"])
         if victim or way == "raise":
             assert report["lost"]["rank"] == victim
-            assert report["lost"]["spot"]["stage"] == victim
-            assert report["lost"]["spot"]["step"] == 1
-
-
-def _leaves(rank: int, port: int, said: Any) -> None:
-    join_group(rank, 2, port)
-    pipe = Pipeline(
-        {rank: nn.Linear(DIM, DIM)},
-        schedule="1f1b",
-        n_microbatches=2,
-        loss_fn=F.mse_loss,
-        heartbeat_timeout=HEARTBEAT_TIMEOUT / 2,
-    )
-    pipe.step(torch.randn(4, DIM), target=torch.randn(4, DIM))
-    if rank == 1:
-        pipe.close()
-    else:
-        time.sleep(2 * HEARTBEAT_TIMEOUT)  # far longer than the other may be silent
-        said.put(pipe.transport.watch.loss)
-        pipe.close()
-
-
-def test_a_rank_that_closes_its_pipeline_is_not_missed() -> None:
-    context = processes()
-    said = context.SimpleQueue()
-    port = free_port()
-    started = [context.Process(target=_leaves, args=(rank, port, said)) for rank in range(2)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(LIMIT)
-        assert process.exitcode == 0
-    assert said.get() is None
+            assert report["lost"]["position"]["stage"] == victim
+            assert report["lost"]["position"]["step"] == 1

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from sternway.saved import Offload
-from sternway.saved._engine import Engine
-from sternway.saved._store import HostStore, Store
+from sternway.saved._offloader import Offloader
+from sternway.saved.stores._host import HostStore
+from sternway.saved.stores._store import Store
 
 LARGE = 2**40
 
@@ -18,8 +19,9 @@ LARGE = 2**40
 def moving(
     budget: float | str = 0, prefetch: int = LARGE, window: int = LARGE, store: Store | None = None, **options: Any
 ) -> Offload:
-    """An offload policy whose engine moves CPU tensors too, through the host's pool: the code that runs on a GPU."""
-    return Offload(Engine(store or HostStore(LARGE, pinned=False), budget, prefetch, window), anywhere=True, **options)
+    """An offload policy that moves CPU tensors too, through the host's pool: the code that runs on a GPU."""
+    offloader = Offloader(store or HostStore(LARGE, pinned=False), budget, prefetch, window)
+    return Offload(offloader, anywhere=True, **options)
 
 
 def grads_of(model: nn.Module, x: Tensor, *policies: AbstractContextManager[Any]) -> list[Tensor | None]:

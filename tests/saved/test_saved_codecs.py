@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from sternway import saved
 from sternway.errors import SavedError
-from sternway.saved._codecs import BITS, BLOCK, LOSSY, Codec
+from sternway.saved.policies._codecs import BITS, BLOCK, LOSSY, Codec
 
 INT8, FP8, BF16 = LOSSY["int8"], LOSSY["fp8"], LOSSY["bf16"]
 
@@ -174,7 +174,10 @@ def test_double_backward_under_a_codec() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(SavedError, match=r"a codec is known by its name; got 'zip'\. Fix: one of bf16, fp8, int8"):
+    with pytest.raises(SavedError, match=r"codec must be the name of a codec; got 'zip'\. Fix: pass bf16, fp8, int8"):
         saved.compress("zip")
-    with pytest.raises(SavedError, match="for what goes to a disk"), saved.compress("lossless", min_bytes=0):
+    with (
+        pytest.raises(SavedError, match="needs a policy that moves tensors to a disk"),
+        saved.compress("lossless", min_bytes=0),
+    ):
         nn.Linear(4, 4)(torch.randn(2, 4, requires_grad=True)).exp()

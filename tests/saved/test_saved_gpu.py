@@ -114,9 +114,9 @@ def test_two_hundred_steps_leave_nothing_behind() -> None:
         if step % 20 == 19:
             torch.cuda.synchronize()
             torch.empty(1, device="cuda")  # lets the allocator look at what has come free
-            sizes.append((torch.cuda.memory_allocated(), policy.engine.store.pool.free_bytes))
+            sizes.append((torch.cuda.memory_allocated(), policy.offloader.store.pool.free_bytes))
     assert len(set(sizes[1:])) == 1, sizes
-    assert policy.engine.store.pool.taken_bytes == 0
+    assert policy.offloader.store.pool.taken_bytes == 0
 
 
 def test_a_graph_that_is_dropped_frees_its_buffers() -> None:
@@ -131,7 +131,7 @@ def test_a_graph_that_is_dropped_frees_its_buffers() -> None:
         torch.cuda.synchronize()
         torch.empty(1, device="cuda")  # lets the allocator look at what has come free
         now = torch.cuda.memory_allocated()
-        assert policy.engine.store.pool.taken_bytes == 0
+        assert policy.offloader.store.pool.taken_bytes == 0
         assert before is None or now == before
         before = now
 
@@ -208,7 +208,7 @@ def test_an_error_leaves_no_buffer_behind() -> None:
     torch.cuda.synchronize()
     with policy:
         pass
-    assert policy.engine.store.pool.taken_bytes == 0
+    assert policy.offloader.store.pool.taken_bytes == 0
 
 
 def test_auto_learns_and_moves() -> None:
@@ -218,6 +218,6 @@ def test_auto_learns_and_moves() -> None:
         with policy as report:
             loss = model(x).sum()
         loss.backward()
-    assert policy.engine.plan is not None
+    assert policy.offloader.plan is not None
     assert report.moved_bytes + report.kept_bytes + sum(report.skipped.values()) == report.packed_bytes
     assert report.stall_seconds >= 0

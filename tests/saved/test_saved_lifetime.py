@@ -19,16 +19,16 @@ from sternway.saved import Offload
 
 
 def _is_clean(policy: Offload) -> bool:
-    engine = policy.engine
-    round_ = engine._round
+    offloader = policy.offloader
+    round_ = offloader._round
     return (
-        engine._alive == 0
-        and not engine._notes
-        and engine.store.pool.taken_bytes == 0  # type: ignore[attr-defined]
+        not round_.alive
+        and not offloader._dropped
+        and offloader.store.pool.taken_bytes == 0  # type: ignore[attr-defined]
         and not round_.here
         and not round_.flights
         and not round_.coming
-        and round_.here_bytes == round_.flight_bytes == round_.coming_bytes == 0
+        and round_.here.nbytes == round_.flights.nbytes == round_.coming.nbytes == 0
     )
 
 
@@ -42,14 +42,14 @@ def test_two_hundred_steps_leave_nothing_behind() -> None:
             loss = model(x).square().mean()
         loss.backward()
         del loss
-        assert report.held == 0
+        assert report.held_bytes == 0
         if step % 50 == 49:
             gc.collect()
             counts.append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
             assert _is_clean(policy)
     assert counts[1] == counts[-1], counts
     assert len(policy.slots) == 0
-    assert policy.engine.rounds == 200
+    assert policy.offloader.rounds == 200
 
 
 def test_a_graph_that_is_dropped_frees_its_buffers() -> None:
@@ -57,10 +57,10 @@ def test_a_graph_that_is_dropped_frees_its_buffers() -> None:
     policy = moving()
     with policy as report:
         loss = model(x).sum()
-    assert policy.engine.store.pool.taken_bytes > 0  # type: ignore[attr-defined]
+    assert policy.offloader.store.pool.taken_bytes > 0  # type: ignore[attr-defined]
     del loss
     assert _is_clean(policy)
-    assert report.held == 0
+    assert report.held_bytes == 0
     assert_equal(grads_of(model, x, policy), grads_of(model, x))
 
 
@@ -93,7 +93,7 @@ def test_an_error_in_the_forward_leaves_nothing() -> None:
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         run()
     assert _is_clean(policy)
-    assert policy.engine.store.pool.free_bytes == 0  # type: ignore[attr-defined]  # not kept for reuse either
+    assert policy.offloader.store.pool.free_bytes == 0  # type: ignore[attr-defined]  # not kept for reuse either
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     assert_equal(grads_of(model, x, policy), grads_of(model, x))
 

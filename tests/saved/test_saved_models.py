@@ -185,7 +185,7 @@ def test_a_selective_checkpoint_keeps_through_the_policies(keep: Any) -> None:
         found = grads_of(Checkpointed(blocks, saved.recompute(keep)), x)
     assert_equal(found, expected)
     assert report.moved_bytes >= 2 * 9 * x.nbytes  # qkv, out, up and down of both blocks
-    assert policy.engine.store.pool.taken_bytes == 0
+    assert policy.offloader.store.pool.taken_bytes == 0
 
 
 def test_a_selective_checkpoint_goes_through_one_backward() -> None:
@@ -194,7 +194,7 @@ def test_a_selective_checkpoint_goes_through_one_backward() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(SavedError, match="one backward"):
         loss.backward()
-    with pytest.raises(SavedError, match="operations with their overload"):
+    with pytest.raises(SavedError, match="operators with their overload"):
         saved.recompute(keep=["addmm"])
 
 

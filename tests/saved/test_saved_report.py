@@ -60,7 +60,8 @@ def test_the_sum_adds_up() -> None:
     assert report.ratio == 1
     assert report.stall_seconds == 0
     assert report.peak_bytes == 384
-    assert repr(report) == "Report(640 B packed, 256 B moved)"
+    assert repr(report) == "Report(640 B packed, 256 B moved, peak 384 B)"
+    assert str(report) == report.table()
 
 
 def test_the_table() -> None:
@@ -118,9 +119,9 @@ def test_each_block_has_its_report_and_nested_ones_share_it() -> None:
 
 def test_sizes() -> None:
     assert [parse_bytes(text, "x") for text in ("3", "4 KB", "1.5MiB", "2gib")] == [3, 4000, 3 * 2**19, 2**31]
-    assert [show_bytes(count) for count in (0, 1023, 2**20, 3 * 2**40)] == ["0 B", "1023 B", "1.0 MiB", "3072.0 GiB"]
-    with pytest.raises(SavedError, match="x is a size; got True"):
-        parse_bytes(True, "x")
+    assert [show_bytes(count) for count in (0, 1023, 2**20, 3 * 2**40)] == ["0 B", "1023 B", "1.0 MiB", "3.0 TiB"]
+    with pytest.raises(SavedError, match="x must be a size; got True"):
+        parse_bytes(True, "x", SavedError)
 
 
 # The command line

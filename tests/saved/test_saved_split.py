@@ -29,7 +29,7 @@ def test_the_split_defers_under_a_policy_and_equals_backward(name: str, first_st
     plain = assert_split_equals_backward(make(), x, rtol=2e-4, atol=2e-5)
     pending = assert_split_equals_backward(model, x, call=call, rtol=2e-4, atol=2e-5)
     assert len(pending.deferred) == len(plain.deferred)
-    assert policy.engine._alive == 0
+    assert policy.offloader._round.alive == {}
 
 
 @pytest.mark.parametrize("kind", ["disk", "codec", "mutable"])
@@ -153,7 +153,7 @@ def test_a_pipeline_under_a_policy(schedule: str) -> None:
         torch.testing.assert_close(ours.loss, theirs.detach())
         assert_same_grads(whole, reference)
     assert sorted(policies) == list(range(stages))
-    assert all(policy.engine.rounds >= 3 and policy.engine._alive == 0 for policy in policies.values())
+    assert all(policy.offloader.rounds >= 3 and policy.offloader._round.alive == {} for policy in policies.values())
 
 
 def test_one_policy_for_all_stages() -> None:
@@ -169,5 +169,5 @@ def test_one_policy_for_all_stages() -> None:
         saved=policy,
     )
     pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
-    assert policy.engine.rounds >= 1
-    assert policy.engine._alive == 0
+    assert policy.offloader.rounds >= 1
+    assert policy.offloader._round.alive == {}

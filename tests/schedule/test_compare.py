@@ -1,5 +1,7 @@
 """The comparison: every schedule, one limit, the best of those that fit."""
 
+import xml.etree.ElementTree as ElementTree
+
 import pytest
 
 from sternway.errors import ScheduleError
@@ -77,8 +79,8 @@ def test_one_rank_and_one_microbatch_have_nothing_to_gain():
 @pytest.mark.parametrize(
     ("costs", "numbers", "message"),
     [
-        (Costs(), {"memory_limit": 0.5}, "got memory_limit=0.5. Fix: the smallest limit that works is 1$"),
-        (Costs(), {"ranks": 0}, "ranks is a whole number, 1 or more; got ranks=0"),
+        (Costs(), {"memory_limit": 0.5}, "got memory_limit=0.5. Fix: pass 1 or more$"),
+        (Costs(), {"ranks": 0}, "ranks must be an int, 1 or more; got ranks=0"),
         (Costs(F=[1.0] * 5), {}, "one number for each of the 8 stages; got 5 for F"),
     ],
 )
@@ -92,3 +94,21 @@ def test_progress_goes_up_to_the_end():
     compare(COSTS, **NUMBERS, progress=lambda done, total: told.append((done, total)))
     assert told == sorted(told)
     assert told[-1] == (2000, 2000)
+
+
+def test_what_a_comparison_prints(comparison):
+    title, *lines = str(comparison).split("\n")
+    assert title == "4 ranks, 8 microbatches, memory limit 4"
+    assert lines == comparison.table().split("\n")
+    assert repr(comparison) == f"<Comparison of 13 schedules: {title}; best {comparison.best.name}>"
+
+
+def test_notebooks_show_a_table():
+    comparison = compare(Costs(), ranks=2, microbatches=2, memory_limit=2)
+    table = ElementTree.fromstring(comparison._repr_html_())
+    assert table.find("caption").text == "2 ranks, 2 microbatches, memory limit 2"
+    head, *rows = ([cell.text or "" for cell in row] for row in table.iter("tr"))
+    assert head[:2] == ["schedule", "stages/rank"]
+    told = [row.name for row in comparison.rows] + [name for name, _ in comparison.unmade]
+    assert [row[0] for row in rows] == told
+    assert {len(row) for row in rows} == {len(head)}

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from sternway.errors import ScheduleError
 from sternway.schedule import Costs, fuse, lower_bound, make, names, search
-from sternway.schedule._problem import place
+from sternway.schedule.search._problem import place
 
 APART = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 time = st.floats(0.1, 3.0)
@@ -121,10 +121,10 @@ def test_progress_goes_on_to_the_end():
 
 
 def test_costs_are_needed():
-    with pytest.raises(ScheduleError, match="costs are a Costs; got None"):
+    with pytest.raises(ScheduleError, match="costs must be a Costs; got None"):
         fuse(make("zb-h1", ranks=2, microbatches=2), None)
 
 
 def test_a_schedule_is_needed():
-    with pytest.raises(ScheduleError, match="a Schedule is fused; got int 3"):
+    with pytest.raises(ScheduleError, match="fuse needs a Schedule; got int 3"):
         fuse(3, Costs())

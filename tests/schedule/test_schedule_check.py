@@ -29,18 +29,18 @@ def test_a_good_one_is_returned():
 def test_placed():
     rejected(
         plan("0F0 0B0 1F0", "1I0 1W0"),
-        "a rank runs only stages that it holds; got 1F0 (rank 0, step 2), which holds 0. "
+        "a rank must run only stages that it holds; got 1F0 (rank 0, step 2), which holds 0. "
         "Fix: move 1F0 to rank 1, or change the placement",
     )
     rejected(
         plan("0F0 0B0 0F1", "1F0 1B0"),
-        "microbatches count from 0 to 0; got 0F1 (rank 0, step 2). Fix: remove it",
+        "a microbatch must be 0 to 0; got 0F1 (rank 0, step 2). Fix: remove it",
     )
-    rejected(plan("0F0 0B0 2F0", "1F0 1B0"), "stages count from 0 to 1; got 2F0 (rank 0, step 2). Fix: remove it")
+    rejected(plan("0F0 0B0 2F0", "1F0 1B0"), "a stage must be 0 to 1; got 2F0 (rank 0, step 2). Fix: remove it")
 
 
 def test_complete():
-    rule = "every stage runs every microbatch's F once, and once either B or both I and W; got "
+    rule = "every stage must run every microbatch's F once, and once either B or both I and W; got "
     rejected(plan("0F0 0B0", ""), rule + "no 1F0 (rank 1, 0 steps). Fix: add 1F0 to rank 1")
     rejected(
         plan("0F0", "1F0 1B0"),
@@ -55,9 +55,9 @@ def test_complete():
 def test_once():
     rejected(
         plan("0F0 0F0 0B0", "1F0 1B0"),
-        "an action runs once; got 0F0 again (rank 0, step 1), after step 0. Fix: remove one of them",
+        "an action must run once; got 0F0 again (rank 0, step 1), after step 0. Fix: remove one of them",
     )
-    rule = "a backward runs once, whole as B or split as I and W; got "
+    rule = "a backward must run once: whole as B, or split as I and W; got "
     rejected(
         plan("0F0 0B0 0I0 0W0", "1F0 1B0"),
         rule + "0I0 (rank 0, step 2) beside 0B0 (step 1). Fix: keep 0B0, or 0I0",
@@ -69,24 +69,24 @@ def test_once():
 def test_ordered():
     rejected(
         plan("0B0 0F0", "1F0 1B0"),
-        "a stage runs F before I or B of the same microbatch; got 0B0 (rank 0, step 0) with 0F0 at step 1. "
-        "Fix: emit 0F0 first",
+        "a stage must run F before I or B of the same microbatch; got 0B0 (rank 0, step 0) with 0F0 at step 1. "
+        "Fix: move 0F0 before it",
     )
     rejected(
         plan("0F0 0B0", "1F0 1W0 1I0"),
-        "a stage runs I before W of the same microbatch; got 1W0 (rank 1, step 1) with 1I0 at step 2. "
-        "Fix: emit 1I0 first, or use 1B0 alone",
+        "a stage must run I before W of the same microbatch; got 1W0 (rank 1, step 1) with 1I0 at step 2. "
+        "Fix: move 1I0 before it, or use 1B0 alone",
     )
     rejected(plan("0B0", "1F0 1B0"), "got 0B0 (rank 0, step 0) with 0F0 nowhere. Fix: add 0F0 before it")
     both = Schedule("mine", 1, ((0,),), ((Overlap(Action(0, "F", 0), Action(0, "B", 0)),),))
-    rejected(both, "got 0B0 (rank 0, step 0) with 0F0 in the same step. Fix: emit 0F0 first")
+    rejected(both, "got 0B0 (rank 0, step 0) with 0F0 in the same step. Fix: move 0F0 before it")
 
 
 def test_a_circle_across_ranks_is_told_in_full():
     s = plan("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", microbatches=2)
     rejected(
         s,
-        "ranks never wait for each other in a circle; got a deadlock: 0B0 (rank 0, step 1) waits for 1B0 "
+        "ranks cannot wait for each other in a circle; got a deadlock: 0B0 (rank 0, step 1) waits for 1B0 "
         "(rank 1, step 2); 1F1 (rank 1, step 1) waits for 0F1 (rank 0, step 2). "
         "Fix: on rank 1, run 1B0 before 1F1 or on rank 0, run 0F1 before 0B0",
     )
@@ -114,7 +114,7 @@ def test_memory():
     assert s.check(memory_limit=4) is s
     rejected(
         s,
-        "a rank keeps at most 3.5 microbatches' activations; got 4 at 0F3 (rank 0, step 3). Fix: run",
+        "a rank must keep at most 3.5 microbatches' activations; got 4 at 0F3 (rank 0, step 3). Fix: run",
         memory_limit=3.5,
     )
 
@@ -123,7 +123,7 @@ def test_memory_counts_what_i_leaves():
     s = schedule.make("zb-h1", ranks=4, microbatches=8)
     last = Schedule(s.name, 8, ((0,),), (tuple(Action(0, a.op, a.microbatch) for a in s.actions[3]),))
     assert last.check(memory_limit=4) is last
-    rejected(last, "a rank keeps at most 3 ", memory_limit=3)
+    rejected(last, "a rank must keep at most 3 ", memory_limit=3)
     assert last.check(memory_limit=3, costs=Costs(memory_after_I=0.5)) is last
 
 

@@ -46,7 +46,7 @@ def test_colours_are_optional_and_change_no_text():
 
 
 def test_a_drawing_needs_some_room():
-    with pytest.raises(ScheduleError, match="at least 20 characters wide; got 10"):
+    with pytest.raises(ScheduleError, match="width must be at least 20 characters; got 10"):
         schedule.make("1f1b", ranks=2, microbatches=2).draw(width=10)
 
 
@@ -103,3 +103,45 @@ def test_the_trace_has_every_event_and_the_memory():
 def test_the_picture_in_the_docs_is_the_one_that_is_made():
     picture = Path(__file__).parents[2] / "docs" / "images" / "zb-v-4x8.svg"
     assert picture.read_text() == schedule.make("zb-v", ranks=4, microbatches=8).simulate().to_svg()
+
+
+def test_what_a_schedule_prints():
+    s = schedule.make("zb-v", ranks=2, microbatches=1)
+    assert (
+        str(s)
+        == "zb-v: 2 ranks, 1 microbatch, 4 stages\nrank 0: 0F0 3F0 3I0 3W0 0I0 0W0\nrank 1: 1F0 2F0 2I0 2W0 1I0 1W0"
+    )
+    assert repr(s) == "<Schedule zb-v: 2 ranks, 1 microbatch, 4 stages>"
+
+
+def test_a_large_schedule_prints_on_one_screen():
+    s = schedule.make("1f1b", ranks=20, microbatches=100)
+    lines = str(s).split("\n")
+    assert len(lines) == 18
+    assert max(map(len, lines)) <= 100
+    assert lines[1].startswith("rank 0: 0F0 0F1 ")
+    assert lines[1].endswith(" …")
+    assert lines[-1] == "… and 4 more ranks"
+    assert len(str(s.simulate()).split("\n")) == 20
+
+
+def test_what_a_timeline_prints():
+    t = schedule.make("1f1b", ranks=2, microbatches=2).simulate(Costs(F=1, I=2, W=3, comm=0.5))
+    assert str(t) == (
+        "1f1b: 2 ranks, 2 microbatches, 2 stages\n"
+        "makespan 19, longest span of a rank 19, bubble rate 36.8%, peak memory 2\n"
+        "rank 0: busy 12, idle 7, peak memory 2\n"
+        "rank 1: busy 12, idle 0, peak memory 1\n"
+        "critical path: B of stage 1 53%, B of stage 0 26%, F of stage 1 11%"
+    )
+    assert repr(t) == "<Timeline of 1f1b: makespan 19, bubble rate 36.8%, peak memory 2>"
+    measured = schedule.Timeline.measured(t.schedule, [[(e.start, e.end) for e in rank] for rank in t.events])
+    assert str(measured) == "\n".join(str(t).split("\n")[:-1])  # the critical path of a run is not known
+
+
+def test_notebooks_show_drawings():
+    s = schedule.make("zb-v", ranks=2, microbatches=3)
+    assert s.simulate()._repr_html_() == s._repr_html_() == s.simulate().to_svg()
+    stuck = schedule.from_csv("0B0,0F0\n1F0,1B0\n")
+    assert stuck._repr_html_() is None
+    assert str(stuck).endswith("rank 0: 0B0 0F0\nrank 1: 1F0 1B0")

@@ -30,7 +30,7 @@ def test_gaps_spaces_and_line_ends_carry_nothing():
 
 def test_reading_is_not_checking():
     broken = schedule.from_csv("0F0,0F0,0B0\n1F0,1B0\n")
-    with pytest.raises(ScheduleError, match="an action runs once"):
+    with pytest.raises(ScheduleError, match="an action must run once"):
         broken.check()
 
 
@@ -39,8 +39,8 @@ def test_reading_is_not_checking():
     [
         ("0F0,1FOO", r"stage, op, microbatch; got '1FOO' at line 1, column 5"),
         ("0F0,0B0\n1F0, 2F0junk", r"got '2F0junk' at line 2, column 6"),
-        ("0F0,,0BW0", r"a whole backward is B; got '0BW0' at line 1, column 6, which is older"),
-        ("(0F0;1B1)OVERLAP", r"reads as \(F;B\)OVERLAP_F_B; got '\(0F0;1B1\)OVERLAP' at line 1, column 1"),
+        ("0F0,,0BW0", r"a whole backward must be written as B; got '0BW0' at line 1, column 6, of an older torch"),
+        ("(0F0;1B1)OVERLAP", r"written as \(F;B\)OVERLAP_F_B; got '\(0F0;1B1\)OVERLAP' at line 1, column 1"),
         ("(0F0;1I1)OVERLAP_F_B", r"one F and one B, in that order; got .* at line 1, column 1"),
         ("0F0;0B0", r"got '0F0;0B0' at line 1, column 1"),
         ('"0F0",0B0', r"got '\"0F0\"' at line 1, column 1"),
@@ -48,11 +48,11 @@ def test_reading_is_not_checking():
         ("0UNSHARD0", r"got '0UNSHARD0' at line 1, column 1"),
         (
             "0F0,0B0\n0F1",
-            r"a stage is run by one rank; got 0F1 at line 2, column 1, of a stage that line 1 runs",
+            r"a stage must be run by one rank; got 0F1 at line 2, column 1, whose stage is run by line 1",
         ),
-        ("0F0,0B0\n\n1F0,1B0", r"every line has the actions of one rank; got none at line 2"),
-        ("", r"every line has the actions of one rank; got none at line 1"),
-        ("0F0,0B0\n2F0,2B0", r"stages count from 0 without gaps; got no action of stage 1, but of stage 2"),
+        ("0F0,0B0\n\n1F0,1B0", r"every line must have the actions of one rank; got none at line 2"),
+        ("", r"every line must have the actions of one rank; got none at line 1"),
+        ("0F0,0B0\n2F0,2B0", r"numbered from 0 without gaps; got actions of stage 2 but none of stage 1"),
     ],
 )
 def test_what_is_not_the_format_is_refused_with_its_place(text, message):
@@ -61,37 +61,37 @@ def test_what_is_not_the_format_is_refused_with_its_place(text, message):
 
 
 def test_a_dialect_can_be_insisted_on():
-    with pytest.raises(ScheduleError, match=r"compute_only has .*; got '0UNSHARD' at line 1, column 1"):
+    with pytest.raises(ScheduleError, match=r"compute_only must have .*; got '0UNSHARD' at line 1, column 1"):
         schedule.from_csv(COMMS, dialect="compute_only")
-    with pytest.raises(ScheduleError, match=r"sent after it is made; got 0F0 .* without 0SEND_F0 after it"):
+    with pytest.raises(ScheduleError, match=r"sent after its action; got 0F0 .* without 0SEND_F0 after it"):
         schedule.from_csv(gpipe().to_csv(), dialect="compute_comms")
     for call in (gpipe().to_csv, lambda d: schedule.from_csv(COMMS, dialect=d)):
-        with pytest.raises(ScheduleError, match=r"two dialects; got 'json'. Fix: use one of compute_only"):
+        with pytest.raises(ScheduleError, match=r"dialect must be one of compute_only, compute_comms; got 'json'"):
             call("json")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("0SEND_F0,", "", r"what another rank needs is sent after it is made; got 0F0 \(rank 0, step 1\)"),
+        ("0SEND_F0,", "", r"another rank needs must be sent after its action; got 0F0 \(rank 0, step 1\)"),
         ("0F0,0SEND_F0", "0SEND_F0,0F0", r"got 0F0 \(rank 0, step 2\) without 0SEND_F0 after it"),
         (
             "1RECV_F0,",
             "",
-            r"what an action needs is received before it; got 1F0 \(rank 1, step 1\) without 1RECV_F0",
+            r"what an action needs must be received before it; got 1F0 \(rank 1, step 1\) without 1RECV_F0",
         ),
-        ("1F0,1B0", "1F0,1RECV_F0,1B0", r"a transfer runs once; got 1RECV_F0 \(rank 1, step 3\) again"),
+        ("1F0,1B0", "1F0,1RECV_F0,1B0", r"a transfer must run once; got 1RECV_F0 \(rank 1, step 3\) again"),
         (
             "0UNSHARD",
             "0RECV_F0",
-            r"a transfer has two sides; got 0RECV_F0 \(rank 0, step 0\) without -1SEND_F0",
+            r"a transfer must have two sides; got 0RECV_F0 \(rank 0, step 0\) without -1SEND_F0",
         ),
-        ("1F0,", "1F0,1SEND_F0,", r"a transfer has two sides; got 1SEND_F0"),
+        ("1F0,", "1F0,1SEND_F0,", r"a transfer must have two sides; got 1SEND_F0"),
         ("1F0,", "1F0,0SEND_F1,", r"on the rank of its stage; got 0SEND_F1 \(rank 1, step 3\)"),
         (
             "0F0,0SEND_F0,0RECV_B0",
             "0RECV_B0,0F0,0SEND_F0",
-            r"can happen without it; got 0RECV_B0 \(rank 0, step 1\), which",
+            r"cannot wait for a send that comes after it; got 0RECV_B0 \(rank 0, step 1\), which",
         ),
     ],
 )
@@ -119,17 +119,17 @@ def change(**fields):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is JSON; got Expecting property name enclosed in double quotes at line 1, column 2"),
+        ("{", "must be JSON; got Expecting property name enclosed in double quotes at line 1, column 2"),
         ("[]", "the format sternway.schedule/1; got 'list'"),
         (change(format="other"), "the format sternway.schedule/1; got 'other'"),
-        (change(extra=1), "has the fields format, name, .*; got format, .*extra"),
-        (change(name=3), "name is text and n_microbatches a whole number; got 3 and 1"),
-        (change(n_microbatches=True), "a whole number; got 'gpipe' and True"),
+        (change(extra=1), "must have the fields format, name, .*; got format, .*extra"),
+        (change(name=3), "name must be a string and n_microbatches an int; got 3 and 1"),
+        (change(n_microbatches=True), "n_microbatches an int; got 'gpipe' and True"),
         (
             change(placement=[0, 1]),
-            "placement is a list of lists of int, one for each rank; got something else",
+            "placement must be a list of lists of int, one for each rank; got a list of something else",
         ),
-        (change(actions={}), "actions is a list of lists of str, one for each rank; got dict"),
+        (change(actions={}), "actions must be a list of lists of str, one for each rank; got dict"),
         (change(actions=[["0F0"], ["1F0", "1FOO"]]), "got '1FOO' at rank 1, step 1"),
         (change(placement=[[0], [0]]), "every stage exactly once"),
     ],

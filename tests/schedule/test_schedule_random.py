@@ -66,7 +66,7 @@ def test_memory_is_that_of_the_slow_count(s, after):
     peak = s.simulate(costs).peak_memory
     assert peak == pytest.approx(peak_memory(s, after))
     assert s.check(memory_limit=peak, costs=costs) is s
-    with pytest.raises(ScheduleError, match=r"a rank keeps at most .* at .* \(rank \d+, step \d+\)"):
+    with pytest.raises(ScheduleError, match=r"a rank must keep at most .* at .* \(rank \d+, step \d+\)"):
         s.check(memory_limit=peak - 0.01, costs=costs)
 
 

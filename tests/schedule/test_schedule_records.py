@@ -22,14 +22,16 @@ def test_actions_print_parse_and_sort():
     "text", ["", "F0", "2F", "2X0", "1FOO", "2F0junk", " 2F0", "2f0", "0BW0", "02F0", "2F-1", "²F0"]
 )
 def test_only_actions_parse_as_actions(text):
-    with pytest.raises(ScheduleError, match=r"an action reads as stage, op, microbatch; got .* Fix: write \[stage\]"):
+    with pytest.raises(
+        ScheduleError, match=r"an action must be written as stage, op, microbatch; got .* Fix: write \[stage\]"
+    ):
         Action.parse(text)
 
 
 def test_actions_are_of_the_four_ops_and_count_from_zero():
-    with pytest.raises(ScheduleError, match="an action's op is F, I, W or B; got 'X'"):
+    with pytest.raises(ScheduleError, match="an action's op must be F, I, W or B; got 'X'"):
         Action(0, "X", 0)  # type: ignore[arg-type]
-    with pytest.raises(ScheduleError, match="count from 0; got -1F0"):
+    with pytest.raises(ScheduleError, match="must be 0 or more; got -1F0"):
         Action(-1, "F", 0)
 
 
@@ -40,7 +42,7 @@ def test_overlapped_pairs_print_and_parse():
 
 @pytest.mark.parametrize("text", ["(0F3;7B1)", "(0F3,7B1)OVERLAP_F_B", "(0F3;7B1;0F4)OVERLAP_F_B", "0F3;7B1"])
 def test_only_pairs_parse_as_pairs(text):
-    with pytest.raises(ScheduleError, match=r"an overlapped pair reads as \(F;B\)OVERLAP_F_B; got"):
+    with pytest.raises(ScheduleError, match=r"an overlapped pair must be written as \(F;B\)OVERLAP_F_B; got"):
         Overlap.parse(text)
 
 
@@ -69,11 +71,11 @@ def test_costs_of_each_stage_are_used_as_they_are():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"F": -1.0}, r"a cost is finite and not negative; got F=-1.0"),
-        ({"comm": float("nan")}, "a cost is finite and not negative; got comm=nan"),
-        ({"I": [1.0, float("inf")]}, r"a cost is finite and not negative; got I\[1\]=inf"),
-        ({"W": "1"}, "a cost is a number; got W='1'"),
-        ({"memory_after_I": True}, "a cost is a number; got memory_after_I=True"),
+        ({"F": -1.0}, r"a cost must be finite and not negative; got F=-1.0"),
+        ({"comm": float("nan")}, "a cost must be finite and not negative; got comm=nan"),
+        ({"I": [1.0, float("inf")]}, r"a cost must be finite and not negative; got I\[1\]=inf"),
+        ({"W": "1"}, "a cost must be a number; got W='1'"),
+        ({"memory_after_I": True}, "a cost must be a number; got memory_after_I=True"),
         ({"F": []}, "one number for each stage; got none for F"),
         ({"F": [1.0], "I": [1.0, 2.0]}, "one number for each stage; got 1 for F, 2 for I"),
     ],
@@ -93,7 +95,7 @@ def test_a_schedule_knows_its_shape():
     s = schedule.make("zb-v", ranks=3, microbatches=5)
     assert (s.ranks, s.num_stages, s.stages_per_rank) == (3, 6, 2)
     assert [s.rank_of(stage) for stage in range(6)] == list(s.stage_ranks()) == [0, 1, 2, 2, 1, 0]
-    with pytest.raises(ScheduleError, match="stages count from 0 to 5; got stage 6"):
+    with pytest.raises(ScheduleError, match="stage must be 0 to 5; got 6"):
         s.rank_of(6)
 
 
@@ -108,9 +110,9 @@ def test_a_schedule_is_frozen_also_if_made_of_lists():
 @pytest.mark.parametrize(
     ("microbatches", "placement", "actions", "message"),
     [
-        (0, ((0,),), ((),), "at least one microbatch; got 0"),
-        (1, ((0,),), ((), ()), "one entry for each rank; got 1 ranks placed, 2 with actions"),
-        (1, (), (), "one entry for each rank; got 0 ranks placed"),
+        (0, ((0,),), ((),), "n_microbatches must be at least 1; got 0"),
+        (1, ((0,),), ((), ()), "one entry for each rank; got 1 in placement, 2 in actions"),
+        (1, (), (), "one entry for each rank; got 0 in placement"),
         (1, ((0,), (0,)), ((), ()), r"every stage exactly once, counted from 0; got \(\(0,\), \(0,\)\)"),
         (1, ((0,), (2,)), ((), ()), "every stage exactly once"),
         (1, ((),), ((),), "every stage exactly once"),

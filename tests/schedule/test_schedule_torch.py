@@ -129,7 +129,7 @@ def test_torch_accepts_what_we_reject():
     """Faults of torch: a duplicated F passes its validation, and text that is no action passes its reader."""
     twice = {0: [theirs._Action(0, theirs.F, 0), theirs._Action(0, theirs.F, 0), theirs._Action(0, theirs.B, 0)]}
     theirs._validate_schedule(twice, 1, 1, 1)
-    with pytest.raises(ScheduleError, match=r"an action runs once; got 0F0 again \(rank 0, step 1\)"):
+    with pytest.raises(ScheduleError, match=r"an action must run once; got 0F0 again \(rank 0, step 1\)"):
         schedule.from_csv(text_of(twice)).check()
     for text in ("1FOO", "2F0junk", "0BW0"):
         assert theirs._Action.from_str(text) is not None

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 import sternway.schedule
 from sternway.errors import ScheduleError
 from sternway.schedule import Costs, lower_bound, make, names, search
-from sternway.schedule._clock import clock, peak_memory
-from sternway.schedule._improve import improve
-from sternway.schedule._list_schedule import Policy, list_schedule
-from sternway.schedule._named_words import named_words, to_words
-from sternway.schedule._pattern import patterns, repeat
-from sternway.schedule._problem import Problem, pose, resolve, to_schedule
-from sternway.schedule._refill import refill
+from sternway.schedule.search._clock import clock
+from sternway.schedule.search._improve import improve
+from sternway.schedule.search._list_schedule import Priorities, list_schedule, refill
+from sternway.schedule.search._pattern import patterns, repeat
+from sternway.schedule.search._problem import Problem, peak_memory, pose, resolve, to_schedule, to_words
+from sternway.schedule.search._search import named_words
 
 ROWS = json.loads((Path(__file__).parents[1] / "data" / "zero_bubble.json").read_text())["rows"]
 
@@ -154,14 +153,14 @@ def test_the_unit_of_time_does_not_matter():
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({"memory_limit": 0.5}, r"must be able to hold one microbatch; got memory_limit=0.5.*works is 1$"),
-        ({"memory_limit": float("nan")}, r"must be able to hold one microbatch; got memory_limit=nan"),
-        ({"memory_limit": "8"}, r"memory_limit is a number of microbatches; got '8'"),
-        ({"ranks": 0}, r"ranks is a whole number, 1 or more; got ranks=0"),
-        ({"microbatches": 2.0}, r"microbatches is a whole number, 1 or more; got microbatches=2.0"),
+        ({"memory_limit": 0.5}, r"large enough for one microbatch; got memory_limit=0.5. Fix: pass 1 or more$"),
+        ({"memory_limit": float("nan")}, r"large enough for one microbatch; got memory_limit=nan"),
+        ({"memory_limit": "8"}, r"memory_limit must be a number of microbatches; got '8'"),
+        ({"ranks": 0}, r"ranks must be an int, 1 or more; got ranks=0"),
+        ({"microbatches": 2.0}, r"microbatches must be an int, 1 or more; got microbatches=2.0"),
         (
             {"stages_per_rank": True},
-            r"stages_per_rank is a whole number, 1 or more; got stages_per_rank=True",
+            r"stages_per_rank must be an int, 1 or more; got stages_per_rank=True",
         ),
     ],
 )
@@ -172,7 +171,7 @@ def test_what_cannot_be_says_what_can(ask, numbers, message):
 
 
 def test_a_limit_below_what_i_leaves_says_so():
-    with pytest.raises(ScheduleError, match=r"the smallest limit that works is 1.5$"):
+    with pytest.raises(ScheduleError, match=r"Fix: pass 1.5 or more$"):
         search(Costs(memory_after_I=1.5), ranks=2, microbatches=4, memory_limit=1.2)
 
 
@@ -228,7 +227,7 @@ def test_plans_in_which_ranks_wait_for_each_other_have_no_times():
 @pytest.mark.parametrize("stages_per_rank", [1, 2, 3])
 def test_every_family_keeps_to_the_limit_and_can_be_refilled(stages_per_rank):
     _, problem = uneven_problem(stages_per_rank)
-    plans = [list_schedule(problem, Policy((2, 9, 1, 3), 0.5, forward_first=True))]
+    plans = [list_schedule(problem, Priorities((2, 9, 1, 3), 0.5, forward_first=True))]
     plans += [repeat(problem, pattern) for pattern in patterns(problem, 5)]
     plans += [words for words in named_words(problem) if peak_memory(problem, words) <= 3]
     assert len(plans) > 2
@@ -248,7 +247,7 @@ def test_every_family_keeps_to_the_limit_and_can_be_refilled(stages_per_rank):
 @pytest.mark.parametrize("stages_per_rank", [1, 2])
 def test_moves_on_the_critical_path_mend_a_poor_plan(stages_per_rank):
     _, problem = uneven_problem(stages_per_rank)
-    words = list_schedule(problem, Policy((1, 1, 1, 1), 1.0, forward_first=False))
+    words = list_schedule(problem, Priorities((1, 1, 1, 1), 1.0, forward_first=False))
     times = clock(problem, words)
     mended, after = improve(problem, words, times, goal=0.0, tries=300)
     assert after.score < times.score

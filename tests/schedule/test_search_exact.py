@@ -7,11 +7,11 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from sternway.schedule import Costs, lower_bound, search
-from sternway.schedule._clock import clock, peak_memory
-from sternway.schedule._exact import branch_and_bound
-from sternway.schedule._list_schedule import Policy, list_schedule
-from sternway.schedule._lower_bound import bound
-from sternway.schedule._problem import place, pose
+from sternway.schedule.search._clock import clock
+from sternway.schedule.search._exact import branch_and_bound
+from sternway.schedule.search._list_schedule import Priorities, list_schedule
+from sternway.schedule.search._lower_bound import bound
+from sternway.schedule.search._problem import peak_memory, place, pose
 
 
 def optimum(costs, *, ranks, microbatches, memory_limit, stages_per_rank=1):
@@ -148,7 +148,7 @@ def test_the_optimum_in_a_v(costs, memory_limit):
 
 def test_branch_and_bound_says_when_it_is_certain():
     problem = pose(SHORT_W, ranks=4, microbatches=6, memory_limit=2.5)
-    words = list_schedule(problem, Policy((1, 1, 1, 1), 1.0, forward_first=False))
+    words = list_schedule(problem, Priorities((1, 1, 1, 1), 1.0, forward_first=False))
     times = clock(problem, words)
     cut = branch_and_bound(problem, words, times, goal=0.0, nodes=5)
     assert not cut.certain

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from models import gpt
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
 from torch.utils.checkpoint import checkpoint
 
 from compare import assert_same_grads, names, twin
 from compiled import assert_compiled_equals_backward, compiled
 from sternway import split
-from sternway.errors import PendingError, SplitError
+from sternway._torch.compile import forbid_donation
+from sternway.errors import PendingError, SplitError, UnsupportedTorch
 
 pytestmark = pytest.mark.filterwarnings("default:::torch")  # Dynamo and Inductor warn of themselves
 
@@ -519,3 +522,14 @@ def test_without_a_compiler_there_is_a_notice(monkeypatch: pytest.MonkeyPatch) -
     fast = torch.compile(nn.Linear(2, 2), backend=_backend.sternway)
     with pytest.warns(UserWarning, match=r"no C\+\+ compiler"):
         fast(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_torch_that_does_not_say_what_is_overwritten_is_refused() -> None:
+    """Inductor then overwrites saved tensors that W needs, and the gradients are silently wrong."""
+    context = TracingContext(None)
+    context.fw_metadata = SimpleNamespace()
+    with (
+        tracing(context),
+        pytest.raises(UnsupportedTorch, match=r"bw_donated_idxs .* got a SimpleNamespace without it"),
+    ):
+        forbid_donation()

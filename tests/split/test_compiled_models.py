@@ -11,7 +11,7 @@ from torch import nn
 from compare import assert_same_grads, names, twin
 from compiled import assert_compiled_equals_backward, compiled
 from sternway import schedule, split
-from sternway.cli._gpt import GPT
+from sternway.demo import GPT
 from sternway.pipeline import LocalTransport, Pipeline
 
 pytestmark = pytest.mark.filterwarnings("default:::torch")  # Dynamo and Inductor warn of themselves

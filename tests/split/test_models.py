@@ -7,7 +7,7 @@ import torch
 from models import MODELS, gpt
 
 from compare import assert_split_equals_backward, names
-from sternway.cli._gpt import GPT
+from sternway.demo import GPT
 
 # What has to wait for W, whatever else does: the parameters whose gradient costs time.
 WAITS = {

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from compare import assert_split_equals_backward, names
 from sternway import split
-from sternway._torch import all_probes
-from sternway.errors import SplitError
+from sternway._torch import all_probes, nodes, require
+from sternway.errors import SplitError, UnsupportedTorch
 from sternway.split._rules import RULES
 
 
@@ -183,3 +183,15 @@ def test_every_rule_of_ours_is_for_a_node_that_is_probed() -> None:
     """A rule for a kind that torch has renamed would defer nothing, and nobody would be told."""
     kinds = {probe.name.split(":")[0] for probe in all_probes() if "split" in probe.features}
     assert set(RULES) <= kinds
+
+
+def test_a_rule_for_a_node_that_torch_has_renamed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes.Bmm, "name", "StackedMmBackward0")
+    require.cache_clear()
+    y = nn.Linear(2, 2)(torch.ones(1, 2)).sum()
+    with pytest.raises(UnsupportedTorch, match=r"BmmBackward0: .* must do what split need"):
+        split.backward_input(y)
+    with pytest.raises(UnsupportedTorch, match="BmmBackward0"):  # again, and nothing was computed
+        split.preview(y)
+    monkeypatch.undo()
+    split.backward_input(y)[1].run()

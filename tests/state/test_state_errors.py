@@ -27,7 +27,7 @@ def test_read_during_the_forward(way: str) -> None:
     def forward(x: Tensor) -> Tensor:
         return state.on_grad(x.sin(), print) * state.scale
 
-    with pytest.raises(EmptyStateError, match="a state is empty in the forward"):
+    with pytest.raises(EmptyStateError, match="a value cannot be read before the backward"):
         run(forward, way)(leaf())
 
 
@@ -36,7 +36,7 @@ def test_read_in_compiled_code_though_the_last_step_left_a_value(way: str) -> No
     state, x = BackwardState(), leaf()
     run(lambda x: state.on_grad(x.sin(), lambda grad: None).sum(), way)(x).backward()
     state.scale = 2.0
-    with pytest.raises(EmptyStateError, match="a value read in compiled code"):
+    with pytest.raises(EmptyStateError, match="cannot be read before the backward; got a read in compiled code"):
         run(lambda x: x * state.scale, way)(x)
 
 
@@ -48,20 +48,20 @@ def test_set_in_compiled_code(way: str) -> None:
         state.scale = 2.0
         return state.on_grad(x.sin(), print)
 
-    with pytest.raises(StateError, match="a state is filled after the forward"):
+    with pytest.raises(StateError, match="a value cannot be set in the forward"):
         run(forward, way)(leaf())
 
 
 @pytest.mark.parametrize("way", COMPILED)
 def test_made_in_compiled_code(way: str) -> None:
-    with pytest.raises(StateError, match="an input of the graph that it is used in"):
+    with pytest.raises(StateError, match="a state cannot be made in compiled code"):
         run(lambda x: BackwardState().on_grad(x.sin(), print).sum(), way)(leaf()).backward()
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tensor_that_needs_no_gradient(way: str) -> None:
     state = BackwardState()
-    with pytest.raises(StateError, match="only at a tensor that requires one"):
+    with pytest.raises(StateError, match="must require a gradient for one to arrive"):
         run(lambda x: state.on_grad(x.sin(), print), way)(torch.ones(2))
 
 
@@ -72,11 +72,11 @@ def test_a_backward_after_the_state_is_gone(way: str) -> None:
     loss = compiled(x)
     state.value = "dropped"
     state.close()
-    with pytest.raises(StateError, match=r"needs the state that its forward saved; got a state that was closed"):
+    with pytest.raises(StateError, match=r"the state that this backward needs is gone; got a state that was closed"):
         loss.backward()
-    with pytest.raises(StateError, match="a closed state carries nothing more"):
+    with pytest.raises(StateError, match="a closed state cannot be used"):
         compiled(x)
-    with pytest.raises(StateError, match="a closed state carries nothing more"):
+    with pytest.raises(StateError, match="a closed state cannot be used"):
         state.value = "again"
     assert x.grad is None
     assert repr(state) == "BackwardState(closed)"
@@ -109,10 +109,10 @@ def test_recomputed_in_one_compiled_graph_is_refused() -> None:
     [
         (
             lambda grad: grad[0],
-            r"same shape, type and device; got float32\[4\] on cpu in place of float32\[4, 4\] on cpu",
+            r"same shape, dtype and device; got float32\[4\] on cpu in place of float32\[4, 4\] on cpu",
         ),
         (lambda grad: grad.double(), r"got float64\[4, 4\] on cpu"),
-        (lambda grad: 1.0, "returns None or the gradient to go on with; got a float"),
+        (lambda grad: 1.0, "must return a gradient or None; got a float"),
     ],
 )
 def test_what_a_hook_may_return(way: str, returned: Any, match: str) -> None:
@@ -123,7 +123,7 @@ def test_what_a_hook_may_return(way: str, returned: Any, match: str) -> None:
 
 
 def test_a_hook_that_is_no_function() -> None:
-    with pytest.raises(StateError, match="a hook is a function; got str"):
+    with pytest.raises(StateError, match="a hook must be a function; got str"):
         BackwardState().on_grad(leaf(), "print")  # type: ignore[arg-type]
 
 
@@ -133,13 +133,13 @@ def test_a_value_that_was_not_set() -> None:
     state.present = 1
     loss.backward()
     assert seen == ["none"]
-    with pytest.raises(EmptyStateError, match=r"\.missing, which was not set after this forward"):
+    with pytest.raises(EmptyStateError, match=r"must be set before it is read; got \.missing of this forward"):
         _ = state.missing
 
 
 @pytest.mark.parametrize("name", ["on_grad", "remove", "_wire"])
 def test_a_value_does_not_hide_a_method(name: str) -> None:
-    with pytest.raises(StateError, match="a value has a name of its own"):
+    with pytest.raises(StateError, match="a value cannot have the name of a method"):
         setattr(BackwardState(), name, 1)
 
 

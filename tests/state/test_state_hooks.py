@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sternway.errors import StateError
+from sternway._torch.tracing import forbid_cuda_graphs
+from sternway.errors import StateError, UnsupportedTorch
 from sternway.state import BackwardState
 from ways import COMPILED, EVERY, WAYS, no_recompile, run
 
@@ -126,7 +128,7 @@ def test_a_hook_removed_before_the_backward_is_not_called(way: str) -> None:
     state.remove(one)
     loss.backward(retain_graph=True)
     assert seen == ["other"]
-    with pytest.raises(StateError, match="removed by the function that it was made with"):
+    with pytest.raises(StateError, match="must be a function that was passed to on_grad"):
         state.remove(one)
     state.remove()
     loss.backward()
@@ -269,23 +271,31 @@ def test_an_input_a_view_and_a_parameter_may_be_hooked(way: str) -> None:
     assert weight.grad is not None
 
 
-@pytest.mark.parametrize("way", COMPILED)
-def test_without_dynamos_records_hooks_still_work(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch that is built differently costs checks, not gradients."""
+@pytest.mark.parametrize("missing", ["root_tx", "current_tx"])
+def test_a_dynamo_that_is_built_differently_is_an_error(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Dynamo's records checks would be left out, or every step compiled again, and nobody told."""
     from sternway.state import _tracing
 
-    monkeypatch.setattr(_tracing, "_tracing", lambda: None)
-    state, seen, x = BackwardState(), [], leaf()
+    real = _tracing.graph_being_traced
 
-    def forward(x: Tensor) -> Tensor:
-        y = state.on_grad(x.sin(), lambda grad: seen.append(state.word))
-        return state.on_grad(y, lambda grad: 2 * grad).sum()
+    def without() -> object:
+        graph = real()
+        names = {"root_tx", "current_tx", "side_effects"} - {missing}
+        return graph and SimpleNamespace(**{name: getattr(graph, name) for name in names})
 
-    loss = run(forward, way)(x)
-    state.word = "read"
-    loss.backward()
-    assert seen == ["read"]
-    torch.testing.assert_close(x.grad, 2 * x.cos())
+    monkeypatch.setattr(_tracing, "graph_being_traced", without)
+    state = BackwardState()
+    with pytest.raises(Exception, match=r"must do what compiled code with a BackwardState needs"):
+        run(lambda x: state.on_grad(x.sin(), print).sum(), "aot_eager")(leaf())
+
+
+def test_an_inductor_that_cannot_be_told_of_cuda_graphs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph would be replayed without the hooks."""
+    from torch._inductor import virtualized
+
+    monkeypatch.setattr(virtualized, "V", SimpleNamespace(graph=SimpleNamespace(no_cudagraphs_because="renamed")))
+    with pytest.raises(UnsupportedTorch, match=r"disable_cudagraphs_reason must do .* AttributeError"):
+        forbid_cuda_graphs("hooks")
 
 
 def test_eager_code_can_be_differentiated_twice_through_a_hook() -> None:

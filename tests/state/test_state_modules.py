@@ -101,7 +101,7 @@ def test_what_cannot_be_watched() -> None:
 
     module, x = Named(), torch.ones(2, requires_grad=True)
     BackwardState().on_module(module, Record())
-    with pytest.raises(StateError, match="returns a tensor or a tuple of them; got a dict from Named"):
+    with pytest.raises(StateError, match="must return a tensor or a tuple; got a dict from Named"):
         module(x)
 
 

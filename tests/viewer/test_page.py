@@ -35,12 +35,12 @@ def test_titles_and_data_are_escaped() -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({}, "a report shows something"),
-        ({"graph": {"nodes": []}}, "graph is a graph as sternway.graph exports it; got format None"),
-        ({"graph": GRAPH, "other": {}}, "other is a graph"),
-        ({"timelines": {"ranks": 2}}, "timelines have series, each with a name and events; got keys ranks"),
+        ({}, "a report must show something"),
+        ({"graph": {"nodes": []}}, "graph must be a graph as sternway.graph exports it; got format None"),
+        ({"graph": GRAPH, "other": {}}, "other must be a graph"),
+        ({"timelines": {"ranks": 2}}, "timelines must have series, each with a name and events; got keys ranks"),
         ({"timelines": {"series": [{"name": "a", "events": [{"rank": 0}]}]}}, "got one without label"),
-        ({"curves": {"series": [{"name": "a"}]}}, "curves have series, each with a name and points"),
+        ({"curves": {"series": [{"name": "a"}]}}, "curves must have series, each with a name and points"),
     ],
 )
 def test_wrong_data_is_refused(data: dict, message: str) -> None:

@@ -226,10 +226,11 @@ def _partitioner_type() -> Any:
     return Partitioner
 
 
-class _Traced:
+class _TracedRegion:
     """A tiny region through AOTAutograd, uncompiled: what our wrappers say of its graphs."""
 
     def __init__(self) -> None:
+        from torch._functorch import config
         from torch._guards import TracingContext, tracing
         from torch._subclasses import FakeTensorMode
 
@@ -259,14 +260,14 @@ class _Traced:
 
         compiler = aot_autograd(fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=partition)
         context = TracingContext(FakeTensorMode())
-        with tracing(context):
+        with tracing(context), config.patch(donated_buffer=True):
             compiled = compiler(torch.fx.symbolic_trace(region), [x, weight])
         (output,) = compiled(x, weight)
         self.node = type(output.grad_fn).__name__
         (self.grad,) = torch.autograd.grad(output.sum(), [weight])
 
 
-_traced = cache(_Traced)
+_traced = cache(_TracedRegion)
 
 
 @probe(

@@ -194,11 +194,6 @@ def allow_more_reads(holder: Any, times: int) -> None:
     holder.handles = _MoreReads(holder.handles, times)
 
 
-def sequence_number(node: Any) -> int:
-    """When the node was made, among those of its thread."""
-    return int(node._sequence_nr())
-
-
 def _matrix(*shape: int) -> Tensor:
     return torch.ones(shape, requires_grad=True)
 
@@ -351,16 +346,24 @@ def _raw_of_functions() -> bool:
     node: Any = Double.apply(tensor).grad_fn
     (name,) = saved_names(node.__class__)
     (raw,) = raw_saved(node, name)
-    before = raw.data is tensor and read_saved(node, saved_label(name))[0] is tensor
-    return before and sequence_number(node) < sequence_number(tensor.exp().grad_fn)
+    return raw.data is tensor and read_saved(node, saved_label(name))[0] is tensor
 
 
 @probe(
-    "torch.utils.checkpoint._Holder: handles",
-    expected="marks a recomputed tensor as read, once in a backward",
+    "torch.utils.checkpoint._Holder",
+    expected="is what a checkpoint packs a saved tensor as",
     features=("split", "graph"),
 )
 def _holder() -> bool:
+    return CHECKPOINT_HOLDER().handles == {}
+
+
+@probe(
+    "torch.utils.checkpoint._Holder.handles",
+    expected="marks a recomputed tensor as read, once in a backward",
+    features=("split.checkpoint",),
+)
+def _holder_reads() -> bool:
     left, right = _matrix(2, 2), _matrix(2, 2)
     output = checkpoint.checkpoint(torch.mm, left, right, use_reentrant=False, preserve_rng_state=False)
     node: Any = output.grad_fn

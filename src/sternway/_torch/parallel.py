@@ -49,24 +49,26 @@ def pipelining() -> tuple[ModuleType, ModuleType]:
     return stage, _backward
 
 
-def _without_distributed() -> bool:
-    return not torch.distributed.is_available()
+def in_process_group() -> bool:
+    """Whether torch.distributed runs: without it there is no DDP and no FSDP."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 @probe(REENTRANT_CHECKPOINT, expected="is the node of a reentrant checkpoint", features=("split",))
 def _reentrant() -> bool:
     x = torch.ones(2, requires_grad=True)
-    output = checkpoint.checkpoint(torch.exp, x, use_reentrant=True, preserve_rng_state=False)
+    plain = inspect.unwrap(checkpoint.checkpoint)  # what it is wrapped in would import Dynamo
+    output = plain(torch.exp, x, use_reentrant=True, preserve_rng_state=False)
     return type(output.grad_fn).__name__ == REENTRANT_CHECKPOINT
 
 
 @probe(
     f"{FSDP_NODE}: param_group.reduce_grads, reshard_after_backward",
     expected="show whether FSDP acts at the end of a backward",
-    features=("split",),
+    features=("split.parallel",),
 )
 def _fsdp() -> bool:
-    if _without_distributed():
+    if not torch.distributed.is_available():
         return True
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, RegisterPostBackwardFunction
@@ -85,19 +87,19 @@ def _fsdp() -> bool:
 @probe(
     f"{DDP_NODE}: ddp_weakref().static_graph",
     expected="show whether DDP takes the graph for static",
-    features=("split",),
+    features=("split.parallel",),
 )
 def _ddp() -> bool:
-    if _without_distributed():
+    if not torch.distributed.is_available():
         return True
     from torch.nn.parallel import DistributedDataParallel
     from torch.nn.parallel.distributed import _DDPSink
 
-    class Module:
+    class StaticDDP:
         _ddp_sink_clone = False
         static_graph = True
 
-    module = Module()
+    module = StaticDDP()
     output: Tensor
     (output,) = _DDPSink.apply(weakref.ref(module), torch.ones(1, requires_grad=True).exp())
     made = "static_graph" in DistributedDataParallel.__init__.__code__.co_names
@@ -110,7 +112,7 @@ def _ddp() -> bool:
     features=("split.install",),
 )
 def _pipelining() -> bool:
-    if _without_distributed():
+    if not torch.distributed.is_available():
         return True
     stage, backward = pipelining()
     for name, parameters in STAGE_FUNCTIONS.items():

@@ -17,10 +17,34 @@ import torch
 
 from sternway.errors import SternwayError, UnsupportedTorch
 
-Feature = Literal["hooks", "saved", "state", "split", "split.compiled", "split.install", "graph", "pipeline"]
+Feature = Literal[
+    "hooks",
+    "saved",
+    "saved.mutable",
+    "state",
+    "state.compiled",
+    "split",
+    "split.checkpoint",  # apart, and the next too: their probes import Dynamo and FSDP, which takes seconds
+    "split.parallel",
+    "split.compiled",
+    "split.install",
+    "graph",
+    "pipeline",
+]
 """What a user loses where a probe fails."""
 
-_AREAS = ("autograd", "nodes", "saved_hooks", "compile", "tracing", "distributed", "parallel")
+_AREAS = (
+    "tensors",
+    "autograd",
+    "hooks",
+    "failures",
+    "nodes",
+    "saved_hooks",
+    "compile",
+    "tracing",
+    "distributed",
+    "parallel",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,11 @@
-"""Explain a code base: pages and indexes for a source tree, every sentence with its evidence.
+"""Explain a code base: pages and indexes for a source tree, with a link to the source line for every statement.
 
-Facts come from parsing, never from running: Python by ``ast`` and griffe, C, C++, CUDA and others by universal-ctags
-where it is installed, YAML, TOML and JSON by their keys. What is not found is not said.
+Facts come from parsing, never from running the code: Python is parsed by ``ast`` and griffe; C, C++, CUDA and others by
+universal-ctags where it is installed; of YAML, TOML and JSON files the keys are listed. Nothing is guessed.
+
+    read      one file: its text, its language, its facts          relate   files among each other
+    python    a Python file by ``ast``                              pages    Markdown, HTML, links, search
+    run       a build: processes, incremental runs, measuring
 
 Example:
     >>> from sternway import atlas
@@ -26,8 +30,8 @@ except ImportError as _missing:
     ) from None
 
 from sternway.atlas._build import build, check
-from sternway.atlas._links import Broken
-from sternway.atlas._report import Report
-from sternway.atlas._tree import Problem
+from sternway.atlas._report import BuildReport
+from sternway.atlas.pages._links import BrokenLink
+from sternway.atlas.read._tree import FileProblem
 
-__all__ = ["Broken", "Problem", "Report", "build", "check"]
+__all__ = ["BrokenLink", "BuildReport", "FileProblem", "build", "check"]

@@ -1,4 +1,4 @@
-"""``build`` writes a tree's pages; ``check`` says whether they are still true."""
+"""``build`` writes the pages of a tree; ``check`` says whether they are up to date."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from sternway.atlas import _measure
-from sternway.atlas._links import Broken, Links, read_links
-from sternway.atlas._links import check as check_links
-from sternway.atlas._pool import Pool, Progress
-from sternway.atlas._report import Report
-from sternway.atlas._run import Run
-from sternway.atlas._store import Manifest, digest, generator
-from sternway.atlas._tree import Problem
+from sternway.atlas._report import BuildReport
+from sternway.atlas.pages._links import BrokenLink, Links, read_links
+from sternway.atlas.pages._links import check as check_links
+from sternway.atlas.read._tree import FileProblem
+from sternway.atlas.run import _measure
+from sternway.atlas.run._pool import JobPool, Progress
+from sternway.atlas.run._run import SiteBuild
+from sternway.atlas.run._store import SiteManifest, digest, generator
 
 
 def build(
@@ -26,7 +26,7 @@ def build(
     measure: str | None = None,
     measure_seconds: float = 300.0,
     progress: Progress | None = None,
-) -> Report:
+) -> BuildReport:
     """Write pages for every text file and folder of a source tree.
 
     Example:
@@ -38,23 +38,23 @@ def build(
         source: the root of the tree. Nothing in it is imported or run, unless ``measure`` asks for it.
         out: the folder for pages: new, empty, or written by an earlier run.
         include: patterns as in a ``.gitignore``; if given, only files that match one get pages.
-        jobs: how many processes; as many as there are cores if None.
-        measure: ``path.py:function``, which returns a model and a sample, or a loss and its model. It is run in a
+        jobs: the number of processes; the number of cores if None.
+        measure: ``path.py:function``, which returns a model and a sample, or a loss and its model. It runs in a
             process of its own.
-        measure_seconds: how long that may take.
-        progress: called with a phase's name, how many of its jobs are done, and of how many.
+        measure_seconds: the time limit for that process.
+        progress: called with a phase's name, how many of its jobs are done, and how many there are.
 
     Raises:
-        AtlasError: the source is no folder, or the output is somebody else's.
+        AtlasError: the source is not a folder, or the output folder has other files in it.
     """
     start = time.perf_counter()
-    run = Run(Path(source), Path(out), tuple(include))
-    measured = _measure.measure(measure, run.tree.root, run.place.out, measure_seconds) if measure else run.measured()
+    run = SiteBuild(Path(source), Path(out), tuple(include))
+    measured = _measure.measure(measure, run.tree.root, run.site.out, measure_seconds) if measure else run.measured()
     before = run.before
     if before is not None and run.unchanged(before, measured):
         return report(run, before, kept=len(before.pages), seconds=time.perf_counter() - start)
     run.prepare()
-    with Pool(jobs, progress) as pool:
+    with JobPool(jobs, progress) as pool:
         run.read(pool)
         run.describe(pool, measured)
     manifest, removed = run.finish(measured)
@@ -68,8 +68,8 @@ def build(
     )
 
 
-def check(source: Path | str, out: Path | str, *, include: Iterable[str] = ()) -> Report:
-    """Compare pages with their source, and follow every link in what is on disk; nothing is written.
+def check(source: Path | str, out: Path | str, *, include: Iterable[str] = ()) -> BuildReport:
+    """Compare pages with their source, and check every link of the pages on disk; nothing is written.
 
     Args:
         source: the root of the tree.
@@ -77,12 +77,12 @@ def check(source: Path | str, out: Path | str, *, include: Iterable[str] = ()) -
         include: as for ``build``.
 
     Returns:
-        A report whose ``stale`` says what differs, one line each, and whose ``broken`` are links that do not arrive.
+        A report whose ``stale`` says what differs, one line each, and whose ``broken`` lists links without a target.
     """
     start = time.perf_counter()
-    run = Run(Path(source), Path(out), tuple(include))
+    run = SiteBuild(Path(source), Path(out), tuple(include))
     if run.before is None:
-        manifest = Manifest(generator(), "", run.sources, {}, (), (), 0, {}, 0)
+        manifest = SiteManifest(generator(), "", run.sources, {}, (), (), 0, {}, 0)
         stale: tuple[str, ...] = ("there are no pages yet",)
         return report(run, manifest, stale=stale, seconds=time.perf_counter() - start)
     links: dict[str, Links] = {}
@@ -92,7 +92,7 @@ def check(source: Path | str, out: Path | str, *, include: Iterable[str] = ()) -
     return report(run, manifest, kept=len(manifest.pages), stale=stale, seconds=time.perf_counter() - start)
 
 
-def _stale(run: Run, before: Manifest, links: dict[str, Links]) -> Iterator[str]:
+def _stale(run: SiteBuild, before: SiteManifest, links: dict[str, Links]) -> Iterator[str]:
     if before.generator != generator():
         yield "another version of the program wrote the pages"
     if before.options != digest(run.options, run.measured()):
@@ -106,7 +106,7 @@ def _stale(run: Run, before: Manifest, links: dict[str, Links]) -> Iterator[str]
             yield f"{path} has changed"
     for page, written in sorted(before.pages.items()):
         try:
-            data = (run.place.out / page).read_bytes()
+            data = (run.site.out / page).read_bytes()
         except OSError:
             yield f"the page {page} is missing"
             continue
@@ -117,19 +117,19 @@ def _stale(run: Run, before: Manifest, links: dict[str, Links]) -> Iterator[str]
 
 
 def report(
-    run: Run,
-    manifest: Manifest,
+    run: SiteBuild,
+    manifest: SiteManifest,
     *,
     written: int = 0,
     kept: int = 0,
     removed: int = 0,
     stale: tuple[str, ...] = (),
     seconds: float,
-) -> Report:
-    """A report of a run from what its manifest says."""
-    return Report(
+) -> BuildReport:
+    """The report of a run, from its manifest."""
+    return BuildReport(
         source=str(run.tree.root),
-        out=str(run.place.out),
+        out=str(run.site.out),
         files=len(manifest.sources),
         folders=len(run.tree.folders),
         lines=manifest.lines,
@@ -137,8 +137,8 @@ def report(
         written=written,
         kept=kept,
         removed=removed,
-        problems=tuple(Problem(*row) for row in manifest.problems),
-        broken=tuple(Broken(*row) for row in manifest.broken),
+        problems=tuple(FileProblem(*row) for row in manifest.problems),
+        broken=tuple(BrokenLink(*row) for row in manifest.broken),
         stale=stale,
         unresolved=manifest.unresolved,
         seconds=seconds,

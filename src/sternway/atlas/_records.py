@@ -1,6 +1,6 @@
-"""What is known of one file: plain named tuples, which go to JSON and come back (``pack``, ``unpack``).
+"""The facts of one file: named tuples, stored as JSON (``pack``, ``unpack``).
 
-Named tuples, not dataclasses: a large tree has millions of them, and they cross between processes.
+Named tuples, not dataclasses: a large tree has millions of them, and they are passed between processes.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 
 class Definition(NamedTuple):
-    """A class, function, method or other named thing, where it is defined."""
+    """The definition of a class, function, method or other name."""
 
     name: str  # "Graph.capture": dotted within the file
-    kind: str  # "class", "function", "method", "variable"; other languages: whatever their parser says
+    kind: str  # "class", "function", "method", "variable"; for other languages, their parser's word
     line: int
     end: int
     signature: str = ""  # "(self, x: int) -> str"; for a class, its bases: "(Base, Mixin)"
@@ -31,15 +31,15 @@ class Import(NamedTuple):
     level: int  # how many dots
     name: str  # "" for `import module`; "*" for all
     bound: str  # the name in this file
-    where: str  # "module", "function" or "typing": run on import, run later, or never run
+    where: str  # "module", "function" or "typing": executed on import, later, or never
 
 
 class Call(NamedTuple):
-    """One call, with its callee as an absolute dotted name where imports and scopes tell it."""
+    """One call; the callee is an absolute dotted name where imports and scopes determine it."""
 
     name: str
     line: int
-    scope: str  # the definition that it stands in, "" at the top
+    scope: str  # the definition around it, "" at module level
 
 
 class Base(NamedTuple):
@@ -51,10 +51,7 @@ class Base(NamedTuple):
 
 
 class Fact(NamedTuple):
-    """One thing found by parsing, for one section of the page.
-
-    ``text`` is what was found, as code; ``note`` says more in words.
-    """
+    """One fact for a section of the page: ``text`` is code from the source, ``note`` adds words."""
 
     section: str  # "patterns", "performance", "security", "testing", or one of the training kinds
     kind: str  # "async function", "torch.load", …
@@ -63,8 +60,8 @@ class Fact(NamedTuple):
     note: str = ""
 
 
-class Module(NamedTuple):
-    """An ``nn.Module`` by its bases, with what its ``__init__`` puts inside."""
+class ModuleFacts(NamedTuple):
+    """A class that may be an ``nn.Module``, with the attributes that its ``__init__`` makes."""
 
     name: str
     line: int
@@ -75,7 +72,7 @@ class Module(NamedTuple):
 
 
 class Option(NamedTuple):
-    """A setting that a program takes: a command line option, an environment variable, a key."""
+    """A setting: a command line option, an environment variable, or a key of a configuration file."""
 
     kind: str  # "option", "environment", "key"
     name: str
@@ -85,7 +82,7 @@ class Option(NamedTuple):
 
 
 class Keyword(NamedTuple):
-    """An identifier or a word, the line that defines it (0: none here), and every line that has it, in order."""
+    """An identifier or a word, the line that defines it (0 if none), and the other lines that use it."""
 
     name: str
     kind: str  # "class", "function", …, "name" (used, defined elsewhere), "word"
@@ -94,11 +91,11 @@ class Keyword(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """All that parsing one file gives, before other files are looked at."""
+    """Everything that parsing one file gives, before other files are considered."""
 
     language: str
     parser: str  # "ast", "ctags", "keys", "words"
-    problem: str = ""  # why a better parser could not be used
+    problem: str = ""  # why the parser for its language was not used
     purpose: str = ""
     purpose_line: int = 0
     definitions: tuple[Definition, ...] = ()
@@ -106,7 +103,7 @@ class Facts(NamedTuple):
     calls: tuple[Call, ...] = ()
     bases: tuple[Base, ...] = ()
     facts: tuple[Fact, ...] = ()
-    modules: tuple[Module, ...] = ()
+    modules: tuple[ModuleFacts, ...] = ()
     options: tuple[Option, ...] = ()
     subscripts: tuple[tuple[str, int], ...] = ()  # literal keys that are read
     exports: tuple[str, ...] = ()
@@ -119,11 +116,11 @@ _LISTS: dict[str, Any] = {
     "calls": Call,
     "bases": Base,
     "facts": Fact,
-    "modules": Module,
+    "modules": ModuleFacts,
     "options": Option,
     "subscripts": tuple,
 }
-_NESTED = (Definition, Module, Option)  # their fields may be tuples
+_NESTED = (Definition, ModuleFacts, Option)  # their fields may be tuples
 
 
 def pack(facts: Facts) -> str:
@@ -153,6 +150,6 @@ def _frozen(item: list[Any]) -> tuple[Any, ...]:
 
 
 def pack_keywords(keywords: list[Keyword]) -> str:
-    """Only what the indexes of folders need of them: name, kind, and one line."""
+    """Keywords as JSON, with what folder indexes need: name, kind, and one line."""
     rows = [(word.name, word.kind, word.line or word.uses[0]) for word in keywords]
     return json.dumps(rows, ensure_ascii=True, separators=(",", ":"))

@@ -1,16 +1,16 @@
-"""What a run did, in one record: for the terminal, for JSON, for CI."""
+"""``BuildReport``: what a run did, for the terminal, JSON and CI."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sternway.atlas._links import Broken
-from sternway.atlas._tree import Problem
+from sternway.atlas.pages._links import BrokenLink
+from sternway.atlas.read._tree import FileProblem
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class BuildReport:
     """The outcome of ``build`` or ``check``."""
 
     source: str
@@ -22,10 +22,10 @@ class Report:
     written: int
     kept: int
     removed: int
-    problems: tuple[Problem, ...]
-    broken: tuple[Broken, ...]
-    stale: tuple[str, ...]  # only from ``check``: why the pages are not those of this source
-    unresolved: int  # imports that should be in the tree and are not found there
+    problems: tuple[FileProblem, ...]
+    broken: tuple[BrokenLink, ...]
+    stale: tuple[str, ...]  # only from ``check``: what differs between pages and source
+    unresolved: int  # imports that should be in the tree and were not found
     seconds: float
 
     @property

@@ -1,4 +1,4 @@
-"""The ``sternway`` command. One file for each subcommand."""
+"""The ``sternway`` command. One file for each subcommand; none imports torch before it runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sternway import __version__
+from sternway.errors import SternwayError
 
 __all__ = ["app", "main"]
 
@@ -15,7 +16,7 @@ COMMANDS = ("atlas", "demo", "doctor", "graph", "plan", "saved", "split")  # eac
 
 
 class _Commands(typer.core.TyperGroup):
-    """Subcommands that are imported when they are used: most need torch, and torch takes seconds to import."""
+    """Subcommands that are imported when they are named, or when ``--help`` lists them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -53,14 +54,12 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; an error that we raised on purpose is one line, not a traceback."""
-    from rich.console import Console
-    from rich.markup import escape
-
-    from sternway.errors import SternwayError
-
+    """Run the command line; a ``SternwayError`` is printed in one line, without a traceback."""
     try:
         app()
     except SternwayError as error:
+        from rich.console import Console
+        from rich.markup import escape
+
         Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
         raise SystemExit(2) from None

@@ -14,14 +14,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from sternway.atlas import Report
+    from sternway.atlas import BuildReport
 
 _SHOWN = 12  # lines of one list in the terminal; --json has all
 
 
 def atlas(
     source: Annotated[Path, typer.Argument(help="The root of a source tree. Nothing in it is imported or run.")],
-    out: Annotated[Path, typer.Option(help="The folder for the pages; left out where it lies inside SOURCE.")],
+    out: Annotated[Path, typer.Option(help="The folder for the pages; not documented itself if it is inside SOURCE.")],
     include: Annotated[
         list[str] | None, typer.Option(help="Only files that match, as in a .gitignore; may be repeated.")
     ] = None,
@@ -29,13 +29,13 @@ def atlas(
         bool, typer.Option("--check", help="Write nothing; fail if pages are stale or a link is broken.")
     ] = False,
     measure: Annotated[
-        str | None, typer.Option(help="path.py:function, which returns a model and a sample: run it and measure.")
+        str | None, typer.Option(help="path.py:function, which returns a model and a sample, to run and measure.")
     ] = None,
-    measure_seconds: Annotated[float, typer.Option(min=1.0, help="How long that may take.")] = 300.0,
+    measure_seconds: Annotated[float, typer.Option(min=1.0, help="The time limit for measuring.")] = 300.0,
     jobs: Annotated[int | None, typer.Option(min=1, help="Processes; one for each core if not given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Explain a code base: a page for every file and folder, keyword indexes, a site with search; all by parsing."""
+    """Explain a code base by parsing it: a page for every file and folder, keyword indexes, a site with search."""
     from sternway import atlas as room
 
     if check:
@@ -69,7 +69,7 @@ def atlas(
         raise typer.Exit(1)
 
 
-def _show(report: Report, *, checked: bool) -> None:
+def _show(report: BuildReport, *, checked: bool) -> None:
     console = Console()
     table = Table(title=f"Atlas of {escape(report.source)}", show_header=False)
     table.add_column(style="dim")
@@ -92,13 +92,11 @@ def _show(report: Report, *, checked: bool) -> None:
     said = [
         f"{item.path}: {item.kind}, {item.text}" for item in report.problems if item.kind not in ("ignored", "output")
     ]
-    _list(console, "Files with something to say", said)
+    _list(console, "Problems", said)
     _list(console, "Broken links", [f"{item.page} → {item.target}" for item in report.broken])
     _list(console, "Stale", list(report.stale))
     if checked:
-        console.print(
-            "[green]The pages are those of this source.[/green]" if report.ok else "[red]Not up to date.[/red]"
-        )
+        console.print("[green]The pages are up to date.[/green]" if report.ok else "[red]Not up to date.[/red]")
     else:
         console.print(f"Open {escape(report.out)}/index.html", highlight=False, soft_wrap=True)
 

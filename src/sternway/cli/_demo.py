@@ -3,46 +3,51 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from sternway import viewer
-from sternway.cli import _chaos as chaos_run
-from sternway.cli._demo_rank import Options, Outcome, run
+from sternway.cli._chaos import show_chaos
 from sternway.errors import PipelineError
-from sternway.schedule import Timeline
+
+if TYPE_CHECKING:
+    from sternway.demo import DemoOptions, DemoOutcome
+    from sternway.schedule import Timeline
 
 TOLERANCE = 1e-3  # relative, between the pipeline's gradients and one process's
 
 
 def demo(
-    ranks: Annotated[int, typer.Option(min=1, help="How many processes, with one thread each.")] = 2,
-    schedule: Annotated[str, typer.Option(help='"auto", or the name of a schedule; see sternway plan.')] = "auto",
-    steps: Annotated[int, typer.Option(min=2, help="How many training steps.")] = 30,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of processes, with one thread each.")] = 2,
+    schedule: Annotated[
+        str, typer.Option(help='A schedule by name, as sternway plan lists them, or "auto" for the fastest.')
+    ] = "auto",
+    steps: Annotated[int, typer.Option(min=2, help="Number of training steps.")] = 30,
     dim: Annotated[int, typer.Option(min=8, help="Width of the GPT; a multiple of 4.")] = 256,
     layers: Annotated[int, typer.Option(min=1, help="Number of blocks.")] = 8,
-    microbatches: Annotated[int, typer.Option(min=1, help="Into how many pieces a batch is cut.")] = 8,
-    compared_steps: Annotated[int, typer.Option(min=1, help="Steps timed for each of torch's schedules.")] = 6,
-    out: Annotated[Path, typer.Option(help="The folder for report.html.")] = Path("demo"),
-    chaos: Annotated[bool, typer.Option("--chaos", help="Kill processes while training goes on, instead.")] = False,
-    kills: Annotated[int, typer.Option(min=1, max=20, help="How many, with --chaos.")] = 2,
+    microbatches: Annotated[int, typer.Option(min=1, help="Number of microbatches in a batch.")] = 8,
+    compared_steps: Annotated[int, typer.Option(min=1, help="Number of steps timed for each schedule.")] = 6,
+    out: Annotated[Path, typer.Option(help="Folder for report.html.")] = Path("demo"),
+    chaos: Annotated[
+        bool, typer.Option("--chaos", help="Instead, kill processes during training, and resume.")
+    ] = False,
+    kills: Annotated[int, typer.Option(min=1, max=20, help="Number of processes to kill, with --chaos.")] = 2,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
-    """Train a byte-level GPT on Python's own source, across local processes, beside torch's schedules."""
+    """Train a byte-level GPT on Python's own source across local processes, and compare with torch's schedules."""
     if dim % 4:
-        raise typer.BadParameter(f"a multiple of 4 is needed (there are 4 heads); got {dim}", param_hint="--dim")
+        raise typer.BadParameter(f"must be a multiple of 4, the number of heads; got {dim}", param_hint="--dim")
     if chaos:
-        _chaos(ranks, steps, dim, layers, microbatches, out, kills, as_json)
+        show_chaos(ranks, steps, dim, layers, microbatches, out, kills, as_json)
         return
-    options = Options(
+    from sternway.demo import DemoOptions
+
+    options = DemoOptions(
         ranks=ranks,
         schedule=schedule,
         steps=steps,
@@ -61,75 +66,21 @@ def demo(
         raise typer.Exit(1)
 
 
-def _chaos(
-    ranks: int, steps: int, dim: int, layers: int, microbatches: int, out: Path, kills: int, as_json: bool
-) -> None:
-    console = Console(stderr=True)
-    with console.status("training twice, and killing a process now and then", spinner="dots"):
-        calm, disturbed = chaos_run.chaos(ranks, steps, dim, layers, microbatches, out, kills)
-    if as_json:
-        typer.echo(json.dumps(chaos_run.record(calm, disturbed)))
-    else:
-        chaos_run.show(calm, disturbed)
-    if calm.weights != disturbed.weights:
-        raise typer.Exit(1)
+def _train(options: DemoOptions, *, quiet: bool) -> DemoOutcome:
+    from sternway.demo import train
 
-
-def _train(options: Options, *, quiet: bool) -> Outcome:
-    """Start the processes and follow them; the first rank's outcome."""
-    context: Any = torch.multiprocessing.get_context("spawn")
-    reports = context.SimpleQueue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = [
-        context.Process(target=run, args=(rank, port, options, reports), daemon=True) for rank in range(options.ranks)
-    ]
-    for process in processes:
-        process.start()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.completed}/{task.total}"),
         TimeElapsedColumn(),
     )
-    try:
-        with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
-            task = bar.add_task("starting", total=options.steps)
-            while True:
-                kind, *values = _next_report(reports, processes)
-                if kind == "step":
-                    step, loss, speed = values
-                    bar.update(task, completed=step, description=f"loss {loss:.3f}, {speed:,.0f} tokens/s")
-                elif kind == "phase":
-                    bar.update(task, description=values[0])
-                elif kind == "error":
-                    raise PipelineError("every process of the demo finishes", got=values[0], fix="see above")
-                else:
-                    outcome: Outcome = values[0]
-                    return outcome
-    finally:
-        for process in processes:
-            process.join(timeout=10)
-            if process.is_alive():
-                process.kill()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task("starting", total=options.steps)
+        return train(options, lambda steps, text: bar.update(task, completed=steps, description=text))
 
 
-def _next_report(reports: Any, processes: list[Any]) -> tuple[Any, ...]:
-    """The next report; an error if there will be none."""
-    while reports.empty():
-        if all(not process.is_alive() for process in processes):
-            raise PipelineError("the first process reports", got="nothing: all have ended", fix="see what they printed")
-        processes[0].join(timeout=0.05)
-    report: tuple[Any, ...] = reports.get()
-    return report
-
-
-def _efficiency(options: Options, outcome: Outcome, seconds: float) -> float:
-    return outcome.one_process / (options.ranks * seconds)
-
-
-def _show(options: Options, outcome: Outcome, report: Path) -> None:
+def _show(options: DemoOptions, outcome: DemoOutcome, report: Path) -> None:
     console = Console()
     table = Table(
         title=f"{options.layers}-block GPT, d={options.dim}, {options.microbatches} microbatches of "
@@ -138,12 +89,13 @@ def _show(options: Options, outcome: Outcome, report: Path) -> None:
     for heading in ("step by", "ms", "efficiency", "bubble measured", "planned", "peak memory"):
         table.add_column(heading, justify="left" if heading == "step by" else "right")
     table.add_row("one process", f"{1e3 * outcome.one_process:.0f}", "", "", "", "")
+    efficiency = outcome.efficiency(options.ranks)
     for name, seconds in outcome.seconds.items():
         ours = name.startswith("sternway")
         table.add_row(
             f"[bold]{name}[/bold]" if ours else name,
             f"{1e3 * seconds:.0f}",
-            f"{_efficiency(options, outcome, seconds):.2f}",
+            f"{efficiency[name]:.2f}",
             f"{outcome.measured_bubble:.1%}" if ours else "",
             f"{outcome.planned_bubble:.1%}" if ours else "",
             f"{outcome.peaks[name] / 2**20:.0f} MiB" if outcome.peaks[name] else "",
@@ -157,7 +109,9 @@ def _show(options: Options, outcome: Outcome, report: Path) -> None:
     console.print(f"Report: {report}")
 
 
-def _record(options: Options, outcome: Outcome, report: Path) -> dict[str, object]:
+def _record(options: DemoOptions, outcome: DemoOutcome, report: Path) -> dict[str, object]:
+    import torch
+
     return {
         "torch": torch.__version__,
         "ranks": options.ranks,
@@ -168,7 +122,7 @@ def _record(options: Options, outcome: Outcome, report: Path) -> dict[str, objec
         "largest_relative_difference": outcome.gradient_error,
         "one_process_ms": 1e3 * outcome.one_process,
         "step_ms": {name: 1e3 * seconds for name, seconds in outcome.seconds.items()},
-        "efficiency": {name: _efficiency(options, outcome, seconds) for name, seconds in outcome.seconds.items()},
+        "efficiency": outcome.efficiency(options.ranks),
         "bubble_planned": outcome.planned_bubble,
         "bubble_measured": outcome.measured_bubble,
         "peak_bytes": outcome.peaks,
@@ -176,8 +130,10 @@ def _record(options: Options, outcome: Outcome, report: Path) -> dict[str, objec
     }
 
 
-def _write_report(out: Path, options: Options, outcome: Outcome) -> Path:
+def _write_report(out: Path, options: DemoOptions, outcome: DemoOutcome) -> Path:
     """One offline page: the step as planned and as measured, memory, and the loss."""
+    from sternway import viewer
+
     try:
         out.mkdir(parents=True, exist_ok=True)
         return viewer.write(
@@ -211,7 +167,9 @@ def _write_report(out: Path, options: Options, outcome: Outcome) -> Path:
             ],
         )
     except OSError as error:
-        raise PipelineError("--out is a folder to write into", got=str(error), fix="choose another") from None
+        raise PipelineError(
+            "--out must be a folder that can be written to", got=str(error), fix="choose another"
+        ) from None
 
 
 def _stairs(curve: Sequence[tuple[float, float]], end: float) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""``sternway graph``: the autograd graph behind a function of one's own, as a page, as JSON or in the terminal."""
+"""``sternway graph``: the autograd graph behind a function, as a page, as JSON or in the terminal."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
-from torch import Tensor, nn
 
-from sternway.cli._gpt import GPT
 from sternway.errors import GraphError
-from sternway.graph import Graph, capture, record
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sternway.demo import GPT
+    from sternway.graph import Graph
 
 DEMO_REPORT = Path("sternway-graph.html")
 
@@ -45,6 +47,10 @@ def graph(
 
 
 def _demo() -> tuple[GPT, Tensor]:
+    import torch
+
+    from sternway.demo import GPT
+
     torch.manual_seed(0)
     return GPT(vocabulary=256, dim=128, heads=4, layers=4, length=64), torch.randint(0, 256, (2, 64))
 
@@ -53,46 +59,52 @@ def _function(target: str) -> Callable[[], Any]:
     """The function that ``path/to/file.py:function`` means."""
     path, _, name = target.rpartition(":")
     if not path or not name.isidentifier():
-        raise GraphError("TARGET is path/to/file.py:function", got=repr(target), fix="name a file and a function in it")
+        raise GraphError(
+            "TARGET must be path/to/file.py:function", got=repr(target), fix="name a file and a function in it"
+        )
     file = Path(path)
     if not file.is_file():
-        raise GraphError("TARGET names a Python file", got=f"{path!r}, which is not one", fix="check the path")
+        raise GraphError("TARGET must name a Python file", got=f"{path!r}, which is not one", fix="check the path")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise GraphError("TARGET names a Python file", got=repr(path), fix="give it a name that ends in .py")
+        raise GraphError("TARGET must name a Python file", got=repr(path), fix="give it a name that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.parent.resolve()))
     try:
         sys.modules[file.stem] = module  # so that dataclasses and pickles defined there find their module
         spec.loader.exec_module(module)
     except Exception as error:
-        raise _failed(f"{path} can be imported", error) from error
+        raise _failed(f"{path} cannot be imported", error) from error
     finally:
         sys.path.pop(0)
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         raise GraphError(
-            f"TARGET names a function in {path}",
+            f"TARGET must name a function in {path}",
             got=repr(name),
-            fix=f"one of {', '.join(known) or 'none, it has none'}",
+            fix=f"pass one of {', '.join(known)}" if known else "define one",
         )
     return function  # type: ignore[no-any-return]  # callable: just looked
 
 
 def _failed(rule: str, error: Exception) -> GraphError:
-    """An error in the user's own code, with its line: the command line shows no traceback."""
+    """An error in the user's code, with its line, because the command line shows no traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    return GraphError(rule, got=f"{type(error).__name__}: {error}{where}", fix="mend what is there")
+    return GraphError(rule, got=f"{type(error).__name__}: {error}{where}", fix="correct the code there")
 
 
 def _capture(function: Callable[[], Any], target: str) -> Graph:
+    from torch import Tensor, nn
+
+    from sternway.graph import capture, record
+
     try:
         with record():
             made = function()
     except Exception as error:
-        raise _failed(f"{target} can be called", error) from error
+        raise _failed(f"{target} failed", error) from error
     first, *rest = made if isinstance(made, tuple) and made else (made,)
     if isinstance(first, nn.Module) and len(rest) == 1:  # a model and a sample
         model, (sample,) = first, rest
@@ -104,7 +116,7 @@ def _capture(function: Callable[[], Any], target: str) -> Graph:
     if isinstance(made, Tensor | list | dict | tuple):
         return capture(made)
     raise GraphError(
-        "the function returns a loss, or a model and a sample",
+        "the function must return a loss, or a model and a sample",
         got=f"a {type(made).__name__} from {target}",
         fix="return loss, or return loss, model, or return model, sample",
     )

@@ -1,4 +1,4 @@
-"""``sternway plan``: which schedule is best for these costs and this memory, and is mine right?
+"""``sternway plan``: find the best schedule for given costs and memory, or check one of your own.
 
 sternway plan --ranks 8 --microbatches 24 --costs F=18.5,I=18.1,W=9.3,comm=0.6 --memory 16 --out plan/
 sternway plan --check mine.csv --costs F=18.5,I=18.1,W=9.3
@@ -31,21 +31,23 @@ def plan(
         str,
         typer.Option(
             help="Times of one microbatch through one rank's share, as F=1,I=1,W=1,comm=0. "
-            "B, a backward in one piece, is I + W unless given. Uneven stages: one number for each, as F=1:1:1.4."
+            "B, a whole backward, is I + W unless given. Unequal stages: one number for each, as F=1:1:1.4."
         ),
     ] = "",
     memory: Annotated[
         float | None,
-        typer.Option(help="Most microbatches' activations a rank may keep. Unless given, 1F1B's: the ranks."),
+        typer.Option(
+            help="How many microbatches' activations a rank may keep; as many as there are ranks unless given."
+        ),
     ] = None,
     memory_after_i: Annotated[
-        float, typer.Option(help="What I leaves of what F kept, until W: 1 all of it, 0 nothing.")
+        float, typer.Option(help="The fraction of what F kept that is still kept between I and W.")
     ] = 1.0,
     check: Annotated[Path | None, typer.Option(help="Check and time this schedule (.csv or .json) instead.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write CSV, JSON, SVG and trace into this directory.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
-    """Compare every schedule under a memory limit, search a better one, and draw the best."""
+    """Compare all schedules under a memory limit, search for better ones, and draw the best."""
     try:
         parsed = parse_costs(costs, memory_after_i)
         if check is not None:
@@ -66,27 +68,27 @@ def plan(
 
 
 def parse_costs(text: str, memory_after_i: float = 1.0) -> Costs:
-    """Read costs as the command line has them.
+    """Parse the costs of the command line.
 
     Example:
         >>> parse_costs("F=2,W=0.5:0.7").W
         (0.5, 0.7)
 
     Raises:
-        ScheduleError: a name or a number that is not one.
+        ScheduleError: a name or a number is not valid.
     """
     values: dict[str, Any] = {}
     for item in filter(None, text.replace(" ", "").split(",")):
         name, _, value = item.partition("=")
         if name not in _FIELDS or name in values:
             raise ScheduleError(
-                f"costs are {', '.join(_FIELDS)}, each once", got=repr(item), fix="write F=1,I=1,W=1,comm=0"
+                f"costs must be some of {', '.join(_FIELDS)}, each once", got=repr(item), fix="write F=1,I=1,W=1,comm=0"
             )
         try:
             numbers = [float(number) for number in value.split(":")]
         except ValueError:
             raise ScheduleError(
-                "a cost is a number, or one for each stage with colons between",
+                "a cost must be a number, or one for each stage with colons between",
                 got=repr(item),
                 fix="write F=1 or F=1:1:1.4",
             ) from None
@@ -97,7 +99,7 @@ def parse_costs(text: str, memory_after_i: float = 1.0) -> Costs:
 def _compare(
     costs: Costs, ranks: int, microbatches: int, limit: float, out: Path | None, *, quiet: bool
 ) -> dict[str, Any]:
-    """Compare, draw the best, write it; return what ``--json`` prints."""
+    """Compare schedules, draw and write the best; return what ``--json`` prints."""
     with _progress(quiet) as report:
         comparison = schedule.compare(
             costs, ranks=ranks, microbatches=microbatches, memory_limit=limit, progress=report
@@ -133,7 +135,7 @@ def _compare(
 
 
 def _check_file(path: Path, costs: Costs, memory: float | None, out: Path | None, *, quiet: bool) -> dict[str, Any]:
-    """Check and time a user's own schedule; return what ``--json`` prints."""
+    """Check and time the user's own schedule; return what ``--json`` prints."""
     found = _read(path).check(memory_limit=memory, costs=costs)
     timeline = found.simulate(costs)
     files = _write(timeline, out)
@@ -157,7 +159,7 @@ def _read(path: Path) -> Schedule:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError("a schedule file is text that can be read", got=str(error), fix="check the path") from None
+        raise ScheduleError("the schedule file cannot be read", got=str(error), fix="check the path") from None
     return schedule.from_json(text) if path.suffix == ".json" else schedule.from_csv(text, name=path.stem)
 
 
@@ -178,13 +180,13 @@ def _write(timeline: Timeline, out: Path | None) -> list[Path]:
         for name, text in texts.items():
             (out / name).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ScheduleError("--out is a directory to write into", got=str(error), fix="choose another") from None
+        raise ScheduleError("--out cannot be written to", got=str(error), fix="choose another directory") from None
     return [out / name for name in texts]
 
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Any]:
-    """Show a bar on stderr while the search reports (done, total), if there is someone to look at it."""
+    """Show a progress bar on stderr during the search, if stderr is a terminal."""
     console = Console(stderr=True)
     columns = (
         TextColumn("searching"),
@@ -198,7 +200,7 @@ def _progress(quiet: bool) -> Iterator[Any]:
 
 
 def _print_table(rows: list[dict[str, Any]], best: str, title: str) -> None:
-    """Print the comparison, what does not fit in grey."""
+    """Print the comparison; rows that do not fit are dim."""
     table = Table(title=title, title_justify="left")
     table.add_column("schedule", no_wrap=True)
     for column in ("bubble rate", "makespan", "peak memory", "above bound"):
@@ -218,7 +220,7 @@ def _print_table(rows: list[dict[str, Any]], best: str, title: str) -> None:
 
 
 def _print_timeline(timeline: Timeline, files: list[Path]) -> None:
-    """Draw it, say what would help most, and list what was written."""
+    """Draw the timeline, and print its critical path and the files that were written."""
     console = Console(soft_wrap=True)
     drawing = timeline.draw(color=console.is_terminal, width=max(20, console.width))
     console.print(Text.from_ansi(drawing))

@@ -6,20 +6,18 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
-from sternway import saved as room
 from sternway._bytes import show_bytes
 from sternway.cli._graph import _demo, _failed, _function
 from sternway.errors import SavedError
-from sternway.saved import Offload, Report
-from sternway.saved._report import HEADER, cells
+
+if TYPE_CHECKING:
+    from sternway.saved import Offload, Report
 
 
 def saved(
@@ -38,6 +36,10 @@ def saved(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Run a step under a policy for saved tensors, and show what was moved, encoded, kept and skipped, by module."""
+    import torch
+
+    from sternway import saved as room
+
     function = _demo if target is None else _function(target)
     to = to or ("cpu" if torch.cuda.is_available() else "disk")
     with ExitStack() as stack:
@@ -59,6 +61,8 @@ def saved(
 def _offload(
     to: str, budget: str, where: str | None, min_bytes: str, directory: Path | None, stack: ExitStack
 ) -> Offload:
+    from sternway import saved as room
+
     allowed: float | str = budget
     if budget.replace(".", "", 1).isdigit() and "." in budget:
         allowed = float(budget)
@@ -68,6 +72,9 @@ def _offload(
 
 
 def _step(function: Callable[[], Any], policies: list[Any], target: str) -> Report:
+    import torch
+    from torch import Tensor, nn
+
     with ExitStack() as stack:
         reports = [stack.enter_context(policy) for policy in policies]
         try:
@@ -92,12 +99,13 @@ def _step(function: Callable[[], Any], policies: list[Any], target: str) -> Repo
 
 def _show(report: Report) -> None:
     table = Table(box=None, header_style="bold")
-    for column, name in enumerate(HEADER):
-        table.add_column(name, justify="left" if column in (0, len(HEADER) - 1) else "right", no_wrap=column == 0)
-    for row in report.modules:
-        table.add_row(*cells(row))
+    header, *modules, total = report.cells()
+    for column, name in enumerate(header):
+        table.add_column(name, justify="left" if column in (0, len(header) - 1) else "right", no_wrap=column == 0)
+    for row in modules:
+        table.add_row(*row)
     table.add_section()
-    table.add_row(*cells(report.total), style="bold")
+    table.add_row(*total, style="bold")
     console = Console()
     console.print(table)
-    console.print(f"Peak on the device of what the policies had in hand: {show_bytes(report.peak_bytes)}.")
+    console.print(f"Peak on the device of what the policies did not skip: {show_bytes(report.peak_bytes)}.")

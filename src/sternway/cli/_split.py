@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from sternway.cli._gpt import GPT
-from sternway.cli._measure import ThreeWays, Times
+if TYPE_CHECKING:
+    from sternway.demo import SplitTimes
 
 TOLERANCE = 1e-4  # relative, between our gradients and plain autograd's
 MIB = 2**20
@@ -21,12 +20,16 @@ MIB = 2**20
 def split(
     dim: Annotated[int, typer.Option(min=8, help="Width of the GPT; a multiple of 4.")] = 256,
     layers: Annotated[int, typer.Option(min=1, help="Number of blocks.")] = 8,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each way is timed.")] = 15,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of times each backward is timed.")] = 15,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Split a small GPT's backward: times and memory beside torch's split, gradients against plain autograd's."""
     if dim % 4:
-        raise typer.BadParameter(f"a multiple of 4 is needed (there are 4 heads); got {dim}", param_hint="--dim")
+        raise typer.BadParameter(f"must be a multiple of 4, the number of heads; got {dim}", param_hint="--dim")
+    import torch
+
+    from sternway.demo import GPT, ThreeWays
+
     torch.manual_seed(0)
     torch.set_num_threads(1)
     gpt = GPT(vocabulary=256, dim=dim, heads=4, layers=layers, length=64)
@@ -46,7 +49,7 @@ def split(
         raise typer.Exit(1)
 
 
-def _show(title: str, times: dict[str, Times], held: dict[str, tuple[int, int]]) -> None:
+def _show(title: str, times: dict[str, SplitTimes], held: dict[str, tuple[int, int]]) -> None:
     table = Table(title=title)
     for heading in ("backward", "I, ms", "W, ms", "I + W", "over fused", "held after F", "held after I"):
         table.add_column(heading, justify="left" if heading == "backward" else "right")
@@ -66,8 +69,10 @@ def _show(title: str, times: dict[str, Times], held: dict[str, tuple[int, int]])
 
 
 def _record(
-    dim: int, layers: int, error: float, times: dict[str, Times], held: dict[str, tuple[int, int]]
+    dim: int, layers: int, error: float, times: dict[str, SplitTimes], held: dict[str, tuple[int, int]]
 ) -> dict[str, object]:
+    import torch
+
     return {
         "torch": torch.__version__,
         "dim": dim,

@@ -8,9 +8,9 @@ docs/autograd_graph.md maps each name and says what differs.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -24,10 +24,8 @@ from torch.autograd.graph import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from sternway.hooks._on_grads import watch
-from sternway.hooks._places import resolve
-from sternway.saved import Hooks, Mutable, Offload, forbid, mutable
-from sternway.saved._offload import to_host
+from sternway import hooks
+from sternway.saved import Hooks, Mutable, forbid, mutable, offload
 
 __all__ = [
     "GradientEdge",
@@ -69,17 +67,16 @@ def register_multi_grad_hook(
     """
     if mode not in ("all", "any"):
         raise ValueError(f"Expects mode to be one of ('all', 'any') but got {mode}")
-    places = [
-        resolve(place, f"tensors[{index}]")
-        for index, place in enumerate(tensors)
-        if mode == "all" or not isinstance(place, Tensor) or place.requires_grad
-    ]
     if mode == "any":
-        return watch(places, fn, mode)
-    return watch(places, lambda grads: fn(list(grads)), mode)  # type: ignore[arg-type]  # the mode says which fn it is
+        tensors = [place for place in tensors if not isinstance(place, Tensor) or place.requires_grad]
+    if not tensors:
+        return RemovableHandle(OrderedDict())
+    if mode == "any":
+        return hooks.on_grads(tensors, fn, mode)
+    return hooks.on_grads(tensors, lambda grads: fn(list(grads)), mode)  # type: ignore[arg-type]  # of mode "all"
 
 
-class saved_tensors_hooks(Hooks):  # noqa: N801 - torch's name
+class saved_tensors_hooks:  # noqa: N801 - torch's name
     """A pair of pack / unpack hooks for saved tensors; the policies around it have what ``pack_hook`` returns.
 
     Example:
@@ -91,8 +88,15 @@ class saved_tensors_hooks(Hooks):  # noqa: N801 - torch's name
         tensor([2., 2., 2., 2., 2.])
     """
 
-    def __enter__(self) -> None:  # type: ignore[override]  # torch's gives nothing
-        super().__enter__()
+    def __init__(self, pack_hook: Callable[[Tensor], Any], unpack_hook: Callable[[Any], Tensor]) -> None:
+        self.pack_hook, self.unpack_hook = pack_hook, unpack_hook
+        self._policy = Hooks(pack_hook, unpack_hook)
+
+    def __enter__(self) -> None:
+        self._policy.__enter__()
+
+    def __exit__(self, *args: object) -> None:
+        self._policy.__exit__(*args)  # type: ignore[arg-type]  # torch's signature
 
 
 class save_on_cpu:  # noqa: N801 - torch's name
@@ -104,15 +108,13 @@ class save_on_cpu:  # noqa: N801 - torch's name
 
     def __init__(self, pin_memory: bool = False, device_type: str = "cuda") -> None:
         available = bool(getattr(torch, device_type, torch.cuda).is_available())
-        self._policy: Offload = to_host(pinned=pin_memory and available)
+        self._policy = offload(min_bytes=0, pin_memory=pin_memory and available)
 
     def __enter__(self) -> None:
         self._policy.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._policy.__exit__(kind, error, trace)
+    def __exit__(self, *args: object) -> None:
+        self._policy.__exit__(*args)  # type: ignore[arg-type]  # torch's signature
 
 
 @contextmanager

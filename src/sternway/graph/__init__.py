@@ -1,4 +1,4 @@
-"""See the backward: a frozen snapshot of an autograd graph, to query, compare and export; and explanations of failures.
+"""See the backward: a frozen snapshot of an autograd graph, to query, compare and export, and errors that explain.
 
 Example:
     >>> import torch
@@ -17,7 +17,7 @@ from sternway.graph._json import from_json
 from sternway.graph._nonfinite import Nonfinite, find_nonfinite
 from sternway.graph._record import Recording, record
 from sternway.graph._records import Edge, Node, Parameter, Saved, SplitPreview, TensorInfo, Waiting
-from sternway.graph._snapshot import FrozenUse, Graph, Kept, ModuleRow
+from sternway.graph._snapshot import FrozenUse, Graph, Kept, ModuleSummary
 
 __all__ = [
     "Change",
@@ -26,7 +26,7 @@ __all__ = [
     "FrozenUse",
     "Graph",
     "Kept",
-    "ModuleRow",
+    "ModuleSummary",
     "Node",
     "Nonfinite",
     "Owners",

@@ -1,8 +1,8 @@
-"""``why_alive``: the chain of owners that keeps a tensor alive, through Python objects and through graph nodes.
+"""``why_alive``: the chains of references that keep a tensor alive, through Python objects and graph nodes.
 
-Python's collector knows who refers to whom among Python objects, but not what a graph node holds in C++. So the graphs
-behind all living tensors are looked through for nodes that saved this one's memory, and the chain goes on from the
-tensor that such a graph hangs from.
+Python's garbage collector knows the references between Python objects, but not what a graph node holds in C++. So the
+graphs of all live tensors are searched for nodes that saved this tensor's storage, and the chain continues from the
+tensor whose graph it is.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, CellType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from sternway._torch import require
+from sternway._torch.autograd import sequence_number
+from sternway._torch.tensors import without_torch_function
 from sternway.errors import GraphError
-from sternway.graph._record import shown_line, storage_of
-from sternway.graph._saved import slots
+from sternway.graph._record import shown_line
+from sternway.graph._saved import saved_parts, storage_of
 from sternway.graph._walk import forward_order
 
 _MAX_STEPS = 12
@@ -27,7 +29,7 @@ _MAX_STEPS = 12
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Chains of owners, each from the tensor outwards; prints as one line a chain.
+    """Chains of references, each from the tensor outwards; prints as one line a chain.
 
     Example:
         >>> print(why_alive(torch.ones(2)))
@@ -41,19 +43,20 @@ class Owners:
 
 
 def why_alive(tensor: Tensor) -> Owners:
-    """The chains of owners (variables, lists, closures, attributes, graph nodes' saved slots) that hold ``tensor``.
+    """The chains of references (variables, lists, closures, attributes, saved tensors of graph nodes) to ``tensor``.
 
     Example:
         >>> cache = [torch.ones(2)]
         >>> "[0] of a list" in str(why_alive(cache[0]))
         True
 
-    Each chain ends at something that lives by itself: a variable of a running function, a module's global. The
-    variables of the function that asks are left out.
+    Each chain ends at a variable of a running function or at a global of a module. Variables of the function that
+    calls ``why_alive`` are left out.
     """
-    GraphError.unless(isinstance(tensor, Tensor), "a tensor is asked about", tensor, "pass a tensor")
+    require("graph")
+    GraphError.unless(isinstance(tensor, Tensor), "why_alive must be passed a tensor", tensor, "pass a tensor")
     search = _Search(sys._getframe(1))
-    chains = search.chains(tensor, ask=False)
+    chains = search.chains(tensor, callers=False)
     for root, node, slot in _saved_by(tensor):
         step = f"saved as {slot!r} by {type(node).__name__}"
         found = search.chains(root) or [()]
@@ -62,9 +65,9 @@ def why_alive(tensor: Tensor) -> Owners:
 
 
 class _Search:
-    def __init__(self, asking: FrameType) -> None:
-        self.asking = asking
-        self.variables: dict[int, list[tuple[FrameType, str]]] = {}  # of running functions: the collector skips them
+    def __init__(self, caller: FrameType) -> None:
+        self.caller = caller
+        self.variables: dict[int, list[tuple[FrameType, str]]] = {}  # of running functions; gc does not report them
         for frame in sys._current_frames().values():
             step: FrameType | None = frame
             while step is not None:
@@ -73,8 +76,8 @@ class _Search:
                         self.variables.setdefault(id(value), []).append((step, name))
                 step = step.f_back
 
-    def chains(self, thing: Any, *, ask: bool = True) -> list[tuple[str, ...]]:
-        """Breadth first, each owner once; a chain ends at a variable. Without ``ask``, the asker's own do not count."""
+    def chains(self, thing: Any, *, callers: bool = True) -> list[tuple[str, ...]]:
+        """Breadth first, each owner once; a chain ends at a variable. The caller's own count only if ``callers``."""
         done: list[tuple[str, ...]] = []
         seen = {id(thing)}
         layer: list[tuple[Any, tuple[str, ...]]] = [(thing, ())]
@@ -84,7 +87,7 @@ class _Search:
             hidden |= {id(layer), id(following), *(id(pair) for pair in layer)}
             for held, chain in layer:
                 for frame, name in self.variables.get(id(held), ()):
-                    if ask or chain or frame is not self.asking:
+                    if callers or chain or frame is not self.caller:
                         where = shown_line(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
                         done.append((*chain, f"variable {name!r} ({where})"))
                 for owner in gc.get_referrers(held):
@@ -103,12 +106,12 @@ class _Search:
 
 
 def _passing(owner: Any) -> bool:
-    """Frames, whose variables are known already, and what the search itself makes."""
+    """Whether to skip an owner: frames, whose variables are known already, and objects of the search itself."""
     return isinstance(owner, FrameType) or type(owner).__name__ in ("list_iterator", "generator", "tuple_iterator")
 
 
 def _step(owner: Any, held: Any) -> tuple[str | None, bool]:
-    """How ``owner`` holds ``held``, and whether the chain ends there; None gives this way up."""
+    """How ``owner`` holds ``held``, and whether the chain ends there; None if this is no reference to report."""
     if isinstance(owner, dict):
         if "__name__" in owner and "__builtins__" in owner:
             name = next((key for key, value in owner.items() if value is held), "?")
@@ -134,35 +137,29 @@ def _step(owner: Any, held: Any) -> tuple[str | None, bool]:
 
 
 def _saved_by(tensor: Tensor) -> Iterator[tuple[Tensor, Any, str]]:
-    """The graph nodes that saved the tensor's memory, each with a living tensor whose graph it is in."""
+    """The graph nodes that saved the tensor's storage, each with a live tensor whose graph it is in."""
     storage = storage_of(tensor)
     if storage is None:
         return
     roots = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and _has_graph(thing)]
     seen: set[Any] = set()
-    for root in sorted(roots, key=lambda each: -each.grad_fn._sequence_nr()):
+    for root in sorted(roots, key=lambda each: -sequence_number(each.grad_fn)):
         for node in forward_order([root.grad_fn]):
             if node in seen:
                 continue
             seen.add(node)
-            for attribute, name in slots(node.__class__):
-                try:
-                    raw = getattr(node, attribute)
-                except RuntimeError:
-                    continue
-                for part in raw if isinstance(raw, tuple | list) else (raw,):
-                    data = None if part is None or part.unpack_hook is not None else part.data
-                    if isinstance(data, Tensor) and storage_of(data) == storage:
-                        yield root, node, name
+            for name, part in saved_parts(node):
+                if part.unpack_hook is None and storage_of(part.data) == storage:
+                    yield root, node, name
 
 
 def _has_graph(tensor: Tensor) -> bool:
     try:
         return tensor.grad_fn is not None
-    except Exception:  # a lazily loaded or torn-down object in the collector's list
+    except Exception:  # gc also lists objects that are half made or half gone
         return False
 
 
 def _shape(tensor: Tensor) -> str:
-    with torch._C.DisableTorchFunction():
+    with without_torch_function():
         return f"a {str(tensor.dtype)[6:]} tensor of shape {tuple(tensor.shape)}"

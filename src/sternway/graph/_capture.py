@@ -1,7 +1,6 @@
 """``capture``: one walk over the live graph, without recursion, into frozen records.
 
-Nodes come out in forward order: whatever made a node's inputs comes before it. The walk holds torch's nodes while it
-runs and lets go of them at the end.
+Nodes are listed in forward order: the nodes that made a node's inputs come before it.
 """
 
 from __future__ import annotations
@@ -15,17 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from sternway._torch import require
+from sternway._torch.autograd import gradient_slots, sequence_number
+from sternway._torch.hooks import accumulate_hooks, tensor_hooks
 from sternway._tree import leaves
 from sternway.errors import GraphError
-from sternway.graph._owners import Place, owners
+from sternway.graph._owners import OwnerHint, owners
 from sternway.graph._preview import preview
 from sternway.graph._records import Node, Parameter, TensorInfo
 from sternway.graph._saved import Reader
 from sternway.graph._snapshot import Graph
 from sternway.graph._tags import Tag, tag_of
-from sternway.graph._walk import LiveNode, forward_order
-
-_LEAF = "AccumulateGrad"
+from sternway.graph._walk import LiveNode, forward_order, is_leaf
 
 
 def capture(tensors: Any, model: nn.Module | None = None) -> Graph:
@@ -39,19 +39,20 @@ def capture(tensors: Any, model: nn.Module | None = None) -> Graph:
         >>> g.saved_bytes  # the input, which the weight's gradient needs
         48
 
-    No backward is run, no saved tensor is unpacked, nothing is kept alive, and the graph can be used as before.
+    No backward runs, no saved tensor is unpacked, nothing is kept alive, and the graph can still be used.
 
     Args:
         tensors: a loss, or outputs in any nesting of tuples, lists and dicts; ``GradientEdge``s too.
         model: names parameters and buffers, and so the modules that nodes belong to. In a graph made under
-            ``graph.record(model)`` every node knows its module; otherwise a node belongs to the module whose
-            parameter it uses, and one between such nodes to the module around both.
+            ``graph.record(model)`` every node is tagged with its module. Otherwise a node belongs to the module whose
+            parameter it uses, and a node between two such nodes to the innermost module that contains both.
 
     Raises:
-        GraphError: there is no graph behind ``tensors``.
+        GraphError: no tensor among ``tensors`` has a graph.
     """
+    require("graph")
     GraphError.unless(
-        model is None or isinstance(model, nn.Module), "model is a module", model, "pass it, or leave it out"
+        model is None or isinstance(model, nn.Module), "model must be an nn.Module", model, "pass it, or leave it out"
     )
     roots = _roots(tensors)
     with _uncollected():
@@ -60,7 +61,7 @@ def capture(tensors: Any, model: nn.Module | None = None) -> Graph:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Keep the cycle collector from going over a growing heap again and again: nothing made here is a cycle."""
+    """Switch the cycle collector off: it would scan the growing heap again and again, and nothing here is a cycle."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -76,17 +77,17 @@ def _snapshot(roots: list[GradientEdge], model: nn.Module | None) -> Graph:
     reader = Reader()
     names = _names(model, reader)
     for node in order:
-        if type(node).__name__ == _LEAF and isinstance(variable := node.variable, nn.Parameter):
+        if is_leaf(node) and isinstance(variable := node.variable, nn.Parameter):
             names.setdefault(id(variable), "")
             reader.belongs(variable, "parameter", names[id(variable)])
 
-    metas = [tuple([reader.info(meta) for meta in node._input_metadata]) for node in order]
+    metas = [tuple([reader.info(meta) for meta in gradient_slots(node)]) for node in order]
     tags = [tag_of(node) for node in order]
-    places = [_place(node, tag, numbers, names) for node, tag in zip(order, tags, strict=True)]
-    modules = owners(places)
+    hints = [_hint(node, tag, numbers, names) for node, tag in zip(order, tags, strict=True)]
+    modules = owners(hints)
     nodes = [
-        _node(index, node, place, module, tag, metas, reader)
-        for index, (node, place, module, tag) in enumerate(zip(order, places, modules, tags, strict=True))
+        _node(index, node, hint, module, tag, metas, reader)
+        for index, (node, hint, module, tag) in enumerate(zip(order, hints, modules, tags, strict=True))
     ]
     return Graph(
         nodes=tuple(nodes),
@@ -106,7 +107,7 @@ def _roots(tensors: Any) -> list[GradientEdge]:
     ]
     if not edges:
         raise GraphError(
-            "a graph is captured from a tensor that requires a gradient",
+            "capture needs a tensor that requires a gradient",
             got=f"{len(found)} tensors, none of which does" if found else f"a {type(tensors).__name__} without tensors",
             fix="run the forward outside torch.no_grad(), with parameters or inputs that require gradients",
         )
@@ -114,7 +115,7 @@ def _roots(tensors: Any) -> list[GradientEdge]:
 
 
 def _names(model: nn.Module | None, reader: Reader) -> dict[int, str]:
-    """Parameters' names by identity; the reader learns which storages are parameters and which buffers."""
+    """Parameters' names by identity; the reader is told which storages are parameters' and which buffers'."""
     names: dict[int, str] = {}
     if model is not None:
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -125,31 +126,31 @@ def _names(model: nn.Module | None, reader: Reader) -> dict[int, str]:
     return names
 
 
-def _place(node: LiveNode, tag: Tag | None, numbers: dict[LiveNode, int], names: dict[int, str]) -> Place:
+def _hint(node: LiveNode, tag: Tag | None, numbers: dict[LiveNode, int], names: dict[int, str]) -> OwnerHint:
     following = [None if child is None else (numbers[child], output) for child, output in node.next_functions]
-    if not following and type(node).__name__ == _LEAF:
-        return Place((), names.get(id(node.variable)))
-    return Place(tuple(following), None, None if tag is None else tag.module)
+    if not following and is_leaf(node):
+        return OwnerHint((), names.get(id(node.variable)))
+    return OwnerHint(tuple(following), None, None if tag is None else tag.module)
 
 
 def _node(
     index: int,
     node: LiveNode,
-    place: Place,
+    hint: OwnerHint,
     module: str,
     tag: Tag | None,
     metas: list[tuple[TensorInfo, ...]],
     reader: Reader,
 ) -> Node:
     kind = type(node).__name__
-    if kind == _LEAF:
+    if is_leaf(node):
         hooks = _leaf_hooks(node.variable)
-        return Node(index, kind, None, metas[index], (), (), module, place.parameter, hooks=hooks)
-    inputs = tuple([None if target is None else _at(metas[target[0]], target[1]) for target in place.next])
+        return Node(index, kind, None, metas[index], (), (), module, hint.parameter, hooks=hooks)
+    inputs = tuple([None if target is None else _at(metas[target[0]], target[1]) for target in hint.next])
     saved, freed = reader.saved(node)
-    sequence = node._sequence_nr()
+    sequence = sequence_number(node)
     if tag is None:
-        return Node(index, kind, sequence, metas[index], inputs, tuple(place.next), module, None, saved, freed=freed)
+        return Node(index, kind, sequence, metas[index], inputs, tuple(hint.next), module, None, saved, freed=freed)
     hooks = ("tensor hook",) * tag.hooks
     return Node(
         index,
@@ -157,7 +158,7 @@ def _node(
         sequence,
         metas[index],
         inputs,
-        tuple(place.next),
+        tuple(hint.next),
         module,
         None,
         saved,
@@ -173,14 +174,14 @@ def _at(outputs: tuple[TensorInfo, ...], index: int) -> TensorInfo | None:
 
 
 def _leaf_hooks(variable: Tensor) -> tuple[str, ...]:
-    after: Any = getattr(variable, "_post_accumulate_grad_hooks", None)
-    return ("tensor hook",) * len(variable._backward_hooks or ()) + ("post-accumulate hook",) * len(after or ())
+    before, after = tensor_hooks(variable) or (), accumulate_hooks(variable) or ()
+    return ("tensor hook",) * len(before) + ("post-accumulate hook",) * len(after)
 
 
 def _parameters(model: nn.Module | None, order: list[LiveNode], reader: Reader) -> tuple[Parameter, ...] | None:
     if model is None:
         return None
-    reached = {id(node.variable): index for index, node in enumerate(order) if type(node).__name__ == _LEAF}
+    reached = {id(node.variable): index for index, node in enumerate(order) if is_leaf(node)}
     return tuple(
         Parameter(
             name,

@@ -1,4 +1,4 @@
-"""What a change added to a graph and removed from it, by module."""
+"""The difference between two graphs, by module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Row(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One module's change: kinds of nodes with their numbers, and the bytes kept before and after."""
+    """What changed in one module: kinds of nodes with their counts, and the bytes saved before and after."""
 
     module: str
     added: tuple[tuple[str, int], ...]
@@ -37,7 +37,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """The modules that differ; false if none does, and prints as a list.
+    """The modules that differ; false if none does. Prints as one line a module.
 
     Example:
         >>> from sternway import graph

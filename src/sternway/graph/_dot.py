@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from sternway._bytes import show_bytes
 from sternway.errors import GraphError
 from sternway.graph._records import Node
 from sternway.graph._snapshot import Graph
-from sternway.graph._text import shown_bytes
 
 
 def to_dot(graph: Graph) -> str:
@@ -33,7 +33,7 @@ def _label(node: Node) -> str:
     kept = sum(saved.nbytes for saved in node.saved if saved.role == "activation")
     shape = ", ".join(map(str, node.outputs))
     return "\n".join(
-        part for part in (node.kind, node.parameter or "", shape, shown_bytes(kept) if kept else "") if part
+        part for part in (node.kind, node.parameter or "", shape, show_bytes(kept) if kept else "") if part
     )
 
 
@@ -46,7 +46,7 @@ def to_networkx(graph: Graph) -> Any:
         import networkx  # type: ignore[import-untyped,import-not-found,unused-ignore]  # optional, without stubs
     except ImportError as error:
         raise GraphError(
-            "this export needs networkx", got="an environment without it", fix="pip install networkx"
+            "to_networkx needs networkx", got="an environment without it", fix="pip install networkx"
         ) from error
     made = networkx.MultiDiGraph(torch=graph.torch)
     for node in graph.nodes:

@@ -1,36 +1,33 @@
-"""A failed backward, explained: torch's error is caught, the graph it failed in looked at, and the cause named.
+"""``explain``: catch torch's error for a failed backward, inspect the graph, and raise an error that names the cause.
 
-The graph is found where the error came from: the frame of torch that called the engine holds the tensors it started
-from.
+The graph is found through the error's traceback: the frame of torch that called the autograd engine holds the tensors
+that the backward started from.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from sternway._torch import require
+from sternway._torch.failures import changed_versions, failed_roots, failure_of, unused_parameters
+from sternway._torch.nodes import read_saved
+from sternway._torch.tensors import version_of
 from sternway.errors import BackwardError
 from sternway.graph._capture import capture
-from sternway.graph._record import Recording, Write, storage_of
-from sternway.graph._saved import is_freed, slots
+from sternway.graph._record import Recording, Write
+from sternway.graph._saved import is_freed, saved_parts, storage_of
 from sternway.graph._tags import tag_of
 from sternway.graph._walk import forward_order
-
-_INPLACE = "modified by an inplace operation"
-_TWICE = "backward through the graph a second time"
-_NO_GRAD = "does not require grad"
-_UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
 @contextmanager
 def explain(model: nn.Module | None = None) -> Iterator[None]:
-    """Explain the usual failures of a backward inside the block, in a message one can act on.
+    """Explain the usual failures of a backward inside the block.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -41,11 +38,11 @@ def explain(model: nn.Module | None = None) -> Iterator[None]:
         ...         loss.backward()
         ... except RuntimeError as error:
         ...     print(error.rule)
-        a backward starts from a tensor that requires a gradient
+        a backward must start from a tensor that requires a gradient
 
-    It knows four: a saved tensor changed in place, a second backward, a loss that requires no gradient, and a
-    parameter that DDP waits for in vain. Anything else passes through. Put the forward inside the block too: lines are
-    known only of what runs there.
+    It explains four errors: a saved tensor changed in place, a second backward, a loss that requires no gradient, and
+    a parameter without a gradient under DDP. Other errors pass through unchanged. Put the forward inside the block
+    too: source lines are known only for operations that run there.
 
     Args:
         model: names parameters and modules.
@@ -53,21 +50,23 @@ def explain(model: nn.Module | None = None) -> Iterator[None]:
     Raises:
         BackwardError: a ``RuntimeError`` too; torch's own error is its cause.
     """
-    recording = _Explaining(model, values=False, writes=True)
+    require("graph")
+    used = _UsedParts()
+    recording = Recording(model, writes=True, before_backward=used.look)
     try:
         with recording:
             yield
     except RuntimeError as error:
-        text = str(error)
-        roots = _roots_of(error)
-        if _INPLACE in text:
-            raise _inplace(error, roots, recording, model) from error
-        if _TWICE in text:
-            raise _twice(roots, recording, model) from error
-        if _NO_GRAD in text:
-            raise _no_grad(roots, model) from error
-        if _UNUSED in text:
-            raise _unused(text, model) from error
+        roots = failed_roots(error)
+        match failure_of(error):
+            case "inplace":
+                raise _inplace(error, roots, recording, model) from error
+            case "twice":
+                raise _twice(roots, used, model) from error
+            case "no_grad":
+                raise _no_grad(roots, model) from error
+            case "unused":
+                raise _unused(error, model) from error
         raise
 
 
@@ -84,38 +83,35 @@ def explain_inplace(model: nn.Module | None = None) -> Iterator[None]:
         ...         y.sum().backward()
         ... except RuntimeError as error:
         ...     print(error.rule)
-        a tensor that the backward needs must not be changed in place
+        a tensor saved for the backward must not be changed in place
 
-    ``explain`` does this and more; this one leaves other errors alone.
+    ``explain`` explains this and other errors; ``explain_inplace`` lets the others pass through unchanged.
     """
     try:
         with explain(model):
             yield
     except BackwardError as error:
-        if error.__cause__ is not None and _INPLACE not in str(error.__cause__):
+        if error.__cause__ is not None and failure_of(error.__cause__) != "inplace":
             raise error.__cause__ from None
         raise
 
 
-class _Explaining(Recording):
-    """A recording that also looks, before each ``loss.backward()``, whether parts of the graph were used already.
+class _UsedParts:
+    """Which part of a loss's graph an earlier backward has freed, found before each ``loss.backward()``.
 
-    Afterwards it is too late: a backward that fails has freed what it came through.
+    It cannot be found afterwards: a backward that fails has freed the nodes that it ran.
     """
 
-    used: tuple[int, bool] | None = None  # the topmost used node by its place, and whether nothing is left unused
+    top: int | None = None  # the index of the freed node nearest to the loss
+    whole = False  # whether every node that saves tensors is freed
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "backward" and args and isinstance(args[0], Tensor):
-            with torch._C.DisableTorchFunction():
-                self._look(args[0])
-        return super().__torch_function__(func, types, args, kwargs)
-
-    def _look(self, loss: Tensor) -> None:
+    def look(self, loss: Tensor) -> None:
         order = forward_order([loss.grad_fn] if loss.grad_fn is not None else [])
         freed = [is_freed(node) for node in order]
-        top = max((index for index, gone in enumerate(freed) if gone), default=None)
-        self.used = None if top is None else (top, not _fresh(order, freed))
+        self.top = max((index for index, gone in enumerate(freed) if gone), default=None)
+        self.whole = not any(
+            not gone and next(saved_parts(node), None) for node, gone in zip(order, freed, strict=True)
+        )
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:
@@ -125,18 +121,8 @@ def _frames(error: BaseException) -> Iterator[FrameType]:
         trace = trace.tb_next
 
 
-def _roots_of(error: BaseException) -> list[Tensor]:
-    """The tensors that the failed backward started from."""
-    roots: Any = ()
-    for frame in _frames(error):
-        if frame.f_code.co_name == "_engine_run_backward":
-            roots = frame.f_locals.get("t_outputs", ())
-    return [root for root in roots if isinstance(root, Tensor)]
-
-
 def _inplace(error: RuntimeError, roots: list[Tensor], recording: Recording, model: nn.Module | None) -> BackwardError:
-    numbers = re.search(r"is at version (\d+); expected version (\d+)", str(error))
-    now, expected = (int(numbers[1]), int(numbers[2])) if numbers else (-1, -1)
+    now, expected = changed_versions(error)
     node, slot, tensor = _changed(roots, expected)
     tag = tag_of(node) if node is not None else None
     kind = type(node).__name__ if node is not None else "an operation"
@@ -147,7 +133,7 @@ def _inplace(error: RuntimeError, roots: list[Tensor], recording: Recording, mod
     writes = _writes(recording, tensor, expected)
     changer = "; then ".join(f"{write.op} at {write.source} (to version {write.version})" for write in writes)
     return BackwardError(
-        "a tensor that the backward needs must not be changed in place",
+        "a tensor saved for the backward must not be changed in place",
         got=f"{what}{name}, saved by {saver} at version {expected} and "
         + (f"changed by {changer}" if changer else f"changed to version {now} outside the block, or by a kernel"),
         fix=f"use the out-of-place form ({_out_of_place(writes)}), change a copy (x = x.clone() first), or make the "
@@ -156,27 +142,20 @@ def _inplace(error: RuntimeError, roots: list[Tensor], recording: Recording, mod
 
 
 def _changed(roots: list[Tensor], expected: int) -> tuple[Any, str, Tensor | None]:
-    """The node in whose backward it failed: the first in backward order whose saved tensor is of a later version."""
+    """The node whose backward failed: the first in backward order whose saved tensor has a later version."""
     for node in reversed(forward_order([root.grad_fn for root in roots if root.grad_fn is not None])):
-        for attribute, name in slots(node.__class__):
-            try:
-                raw = getattr(node, attribute)
-            except RuntimeError:
-                continue
-            for part in raw if isinstance(raw, tuple | list) else (raw,):
-                if part is None or part.unpack_hook is not None or part.data is None:
-                    continue
-                if part.data._version > expected >= 0 and _refuses(node, attribute):
-                    return node, name, part.data
+        for name, part in saved_parts(node):
+            if part.unpack_hook is None and version_of(part.data) > expected >= 0 and _is_changed(node, name):
+                return node, name, part.data
     return None, "", None
 
 
-def _refuses(node: Any, attribute: str) -> bool:
-    """Whether unpacking fails for the version's sake; a plain tensor's unpacking has no effect."""
+def _is_changed(node: Any, name: str) -> bool:
+    """Whether unpacking fails because of the version; without hooks, unpacking has no effect."""
     try:
-        getattr(node, attribute.removeprefix("_raw") if attribute != "_raw_saved_tensors" else "saved_tensors")
+        read_saved(node, name)
     except RuntimeError as error:
-        return _INPLACE in str(error)
+        return failure_of(error) == "inplace"
     return False
 
 
@@ -194,7 +173,7 @@ def _out_of_place(writes: list[Write]) -> str:
 
 
 def _name_of(tensor: Tensor, error: BaseException, model: nn.Module | None) -> str:
-    """What the user calls it: a parameter's name, or a local variable in the frames of the error."""
+    """The tensor's name in the user's code: a parameter's name, or a local variable in the traceback."""
     storage = storage_of(tensor)
     for name, parameter in model.named_parameters() if model is not None else ():
         if storage_of(parameter) == storage:
@@ -208,28 +187,18 @@ def _name_of(tensor: Tensor, error: BaseException, model: nn.Module | None) -> s
     return ""
 
 
-def _twice(roots: list[Tensor], recording: _Explaining, model: nn.Module | None) -> BackwardError:
+def _twice(roots: list[Tensor], used: _UsedParts, model: nn.Module | None) -> BackwardError:
     again = "call backward once on the sum of the losses, or pass retain_graph=True to every backward but the last"
     carried = (
         "detach() what is carried over from the earlier step (a hidden state, a cached activation), or pass "
         "retain_graph=True to the earlier backward"
     )
-    if recording.used is None or not roots:
+    if used.top is None or not roots:
         got, fix = "a second backward through a part of it", f"{carried}; where it is the same loss, {again}"
     else:
-        top, whole = recording.used
-        part, fix = ("all of this graph", again) if whole else ("a part of this graph", carried)
-        got = f"a second backward; {part} was used before, from {capture(roots, model).nodes[top]} down"
-    return BackwardError("a graph is freed by its first backward", got=got, fix=fix)
-
-
-def _fresh(order: list[Any], freed: list[bool]) -> bool:
-    """Whether some node that saves tensors still has them."""
-    return any(
-        not gone
-        and any(getattr(getattr(node, slot, None), "data", None) is not None for slot, _ in slots(node.__class__))
-        for node, gone in zip(order, freed, strict=True)
-    )
+        part, fix = ("all of this graph", again) if used.whole else ("a part of this graph", carried)
+        got = f"a second backward; {part} was used before, from {capture(roots, model).nodes[used.top]} down"
+    return BackwardError("a graph cannot run backward twice: the first backward frees it", got=got, fix=fix)
 
 
 def _no_grad(roots: list[Tensor], model: nn.Module | None) -> BackwardError:
@@ -247,20 +216,16 @@ def _no_grad(roots: list[Tensor], model: nn.Module | None) -> BackwardError:
             "look for torch.no_grad(), .detach(), .item(), .data, torch.tensor(x) or numpy between the model and the "
             "loss, and for frozen parameters"
         )
-    return BackwardError("a backward starts from a tensor that requires a gradient", got=got, fix=fix)
+    return BackwardError("a backward must start from a tensor that requires a gradient", got=got, fix=fix)
 
 
-def _unused(text: str, model: nn.Module | None) -> BackwardError:
-    listed = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
-    named = re.search(r"did not receive grad for rank \d+: ([\w.]+(?:, [\w.]+)*)", text)
-    names: list[str] = []
-    if listed and model is not None:
+def _unused(error: RuntimeError, model: nn.Module | None) -> BackwardError:
+    indices, names = unused_parameters(error)
+    if model is not None:
         every = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        names = [every[int(index)] for index in listed[1].split() if int(index) < len(every)]
-    elif named and not listed:
-        names = named[1].split(", ")
+        names += [every[index] for index in indices if index < len(every)]
     return BackwardError(
-        "DDP waits for a gradient from every parameter in every step",
+        "under DDP every parameter must get a gradient in every step",
         got=f"none for {', '.join(names)}" if names else "some parameters that the last loss did not use",
         fix="use them in the loss, freeze them (requires_grad_(False)), or pass find_unused_parameters=True to DDP; "
         "graph.capture(loss, model).unused_parameters() lists them",

@@ -1,4 +1,4 @@
-"""A graph as JSON and back. docs/graph_json.md describes the format; what has its default value is left out."""
+"""A graph as JSON and back. docs/graph_json.md describes the format; fields with their default value are left out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FORMAT, VERSION = "sternway.graph", 1
 
 
 def to_record(graph: Graph) -> dict[str, Any]:
-    """The graph as plain dictionaries, lists, strings and numbers. Tensors are described once, in a table."""
+    """The graph as dictionaries, lists, strings and numbers. Each tensor description is listed once, in a table."""
     tensors: dict[TensorInfo, int] = {}
 
     def number(info: TensorInfo) -> int:
@@ -31,7 +31,7 @@ def to_record(graph: Graph) -> dict[str, Any]:
         record["inputs"] = [None if info is None else number(info) for info in node.inputs]
         if node.saved:
             record["saved"] = [plain(saved) | {"tensor": number(saved.tensor)} for saved in node.saved]
-        del record["id"]  # its place in the list
+        del record["id"]  # its index in the list
         nodes.append(record)
     parameters = graph.parameters and [_fields(each) | {"tensor": number(each.tensor)} for each in graph.parameters]
     return {
@@ -69,19 +69,19 @@ def from_json(text: str) -> Graph:
         True
 
     Raises:
-        GraphError: not such a text, or of a later version than this library knows.
+        GraphError: ``text`` was not written by ``Graph.to_json``, or by another version of the format.
     """
-    GraphError.unless(isinstance(text, str), "a graph is read from text", text, "pass what Graph.to_json wrote")
+    GraphError.unless(isinstance(text, str), "text must be a string", text, "pass what Graph.to_json wrote")
     try:
         record = json.loads(text)
         found = (record["format"], record["version"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise GraphError(
-            "a graph is read from what Graph.to_json wrote", got=repr(text[:40]), fix="pass that text whole"
+            "text must be what Graph.to_json wrote", got=repr(text[:40]), fix="pass that text unchanged"
         ) from error
     if found != (FORMAT, VERSION):
         raise GraphError(
-            f"this release reads {FORMAT} version {VERSION}",
+            f"this release of sternway can only read {FORMAT} version {VERSION}",
             got=f"{found[0]} version {found[1]}",
             fix="write the file again with this release, or read it with the one that wrote it",
         )
@@ -89,9 +89,9 @@ def from_json(text: str) -> Graph:
         return _graph(record)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise GraphError(
-            "a graph is read from what Graph.to_json wrote",
-            got=f"a record that misses something: {type(error).__name__}: {error}",
-            fix="pass that text whole",
+            "text must be what Graph.to_json wrote",
+            got=f"a damaged record: {type(error).__name__}: {error}",
+            fix="pass that text unchanged",
         ) from error
 
 

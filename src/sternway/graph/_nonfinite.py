@@ -1,10 +1,9 @@
-"""``find_nonfinite``: the first node that turns finite gradients into NaN or ±inf."""
+"""``find_nonfinite``: the first node that makes NaN or ±inf from finite gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +12,12 @@ from sternway.errors import GraphError
 from sternway.graph._capture import capture
 from sternway.graph._record import magnitude, nonfinite
 from sternway.graph._tags import tag_of
-from sternway.graph._walk import forward_order
+from sternway.graph._walk import forward_order, is_leaf
 
 
 @dataclass(frozen=True, slots=True)
 class Nonfinite:
-    """Where finite numbers first became NaN or ±inf."""
+    """The first operation that made NaN or ±inf from finite values."""
 
     phase: str  # "forward" or "backward"
     kind: str
@@ -33,26 +32,24 @@ class Nonfinite:
 
 
 def find_nonfinite(loss: Tensor, model: nn.Module | None = None) -> Nonfinite | None:
-    """Find the first node, in backward order, that turns finite gradients into NaN or ±inf; None if none does.
+    """Find the first node, in backward order, that makes NaN or ±inf from finite gradients; None if none does.
 
     Example:
         >>> x = torch.zeros(2, requires_grad=True)
         >>> print(find_nonfinite(x.sqrt().sum()))
         backward: SqrtBackward0 in no module got |x| in [1, 1] and made 0 NaN and 2 ±inf of 2 elements
 
-    A forward that was recorded with ``graph.record(model, values=True)`` is looked at first: NaN in the forward is
-    the usual cause of NaN in the backward. The backward is run once, with the graph retained, and touches no ``.grad``;
-    hooks on tensors run as in any backward.
+    If the forward was recorded with ``graph.record(model, values=True)``, the forward is checked first: NaN in the
+    forward is the usual cause of NaN in the backward. Then one backward runs, with the graph retained. It does not
+    change ``.grad``; tensor hooks run as in any backward.
 
     Args:
         loss: a scalar.
         model: names the modules where the graph was not recorded.
     """
-    GraphError.unless(isinstance(loss, Tensor), "find_nonfinite starts from a tensor", loss, "pass the loss")
+    GraphError.unless(isinstance(loss, Tensor), "loss must be a tensor", loss, "pass the loss")
     if loss.numel() != 1:
-        raise GraphError(
-            "find_nonfinite starts from a scalar", got=f"a tensor of shape {tuple(loss.shape)}", fix="pass loss.sum()"
-        )
+        raise GraphError("loss must be a scalar", got=f"a tensor of shape {tuple(loss.shape)}", fix="pass loss.sum()")
     snapshot = capture(loss, model)
     order = forward_order([loss.grad_fn] if loss.grad_fn is not None else [])
     for node in order:
@@ -68,13 +65,13 @@ def find_nonfinite(loss: Tensor, model: nn.Module | None = None) -> Nonfinite | 
     def watch(index: int) -> Callable[..., None]:
         def look(made: tuple[Tensor | None, ...], got: tuple[Tensor | None, ...]) -> None:
             if not first and (wrong := [shown for grad in made if (shown := nonfinite(grad))]):
-                # What came in was finite, or an earlier node would have been noted.
+                # Its inputs were finite, or an earlier node would have been noted.
                 first.append((index, ", ".join(magnitude(grad) for grad in got), wrong[0]))
 
         return look
 
-    handles = [node.register_hook(watch(index)) for index, node in enumerate(order) if _runs(node)]
-    leaves = [node.variable for node in order if not _runs(node)]
+    handles = [node.register_hook(watch(index)) for index, node in enumerate(order) if not is_leaf(node)]
+    leaves = [node.variable for node in order if is_leaf(node)]
     try:
         torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
     finally:
@@ -85,7 +82,3 @@ def find_nonfinite(loss: Tensor, model: nn.Module | None = None) -> Nonfinite | 
     index, got, made = first[0]
     node = snapshot.nodes[index]
     return Nonfinite("backward", node.kind, node.module, node.source, got, made)
-
-
-def _runs(node: Any) -> bool:
-    return type(node).__name__ != "AccumulateGrad"

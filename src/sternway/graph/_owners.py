@@ -1,9 +1,10 @@
-"""Which module a node belongs to, where no recorder wrote it down.
+"""Which module a node belongs to, where ``record`` did not tag it.
 
-[1] A leaf belongs to its parameter's module, and so does whatever lies between it and the operation that uses it.
-[2] An operation that uses parameters of a module belongs to it (of several, to the module around them).
-[3] Any other belongs to the module around the nearest owners above it and below it in the order of the forward, so
-    that the activation between ``mlp.up`` and ``mlp.down`` is ``mlp``'s.
+[1] A leaf belongs to its parameter's module, and so do the nodes between it and the operation that uses it.
+[2] An operation that uses parameters of a module belongs to that module; if it uses parameters of several modules, to
+    the innermost module that contains them.
+[3] Any other node belongs to the innermost module that contains the nearest owned nodes before and after it in the
+    forward. So the activation between ``mlp.up`` and ``mlp.down`` belongs to ``mlp``.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
-class Place(NamedTuple):
-    """As much of a node as says where it belongs."""
+class OwnerHint(NamedTuple):
+    """What is known of a node when its module is looked for."""
 
     next: Sequence[tuple[int, int] | None]
-    parameter: str | None = None  # of a leaf that is one
-    recorded: str | None = None  # the module, where a recorder wrote it down
+    parameter: str | None = None  # the name, for the leaf of a parameter
+    recorded: str | None = None  # the module, in a recorded graph
 
 
 def around(one: str, other: str) -> str:
-    """The innermost module that both are, or are in."""
+    """The innermost module that contains both, or is one of them."""
     if one == other:
         return one
     if other.startswith(one) and (not one or other[len(one)] == "."):
@@ -34,12 +35,12 @@ def around(one: str, other: str) -> str:
     return ".".join(shared)
 
 
-def owners(places: Sequence[Place]) -> list[str]:
-    """The module of each place, in order; places come after all that they lead to."""
-    side = [False] * len(places)  # on the parameters' side of an operation: nothing but one parameter lies behind it
-    owner: list[str | None] = [None] * len(places)
-    below: list[str | None] = [None] * len(places)  # the nearest owner further down
-    for index, (following, parameter, recorded) in enumerate(places):
+def owners(hints: Sequence[OwnerHint]) -> list[str]:
+    """The module of each node; nodes are in forward order."""
+    side = [False] * len(hints)  # whether a single parameter is all that a node leads to
+    owner: list[str | None] = [None] * len(hints)
+    below: list[str | None] = [None] * len(hints)  # the nearest owner before it in the forward
+    for index, (following, parameter, recorded) in enumerate(hints):
         if not following:
             side[index] = parameter is not None
             owner[index] = parameter.rpartition(".")[0] if parameter else None
@@ -50,7 +51,7 @@ def owners(places: Sequence[Place]) -> list[str]:
             if target is not None:
                 child = target[0]
                 if not side[child]:
-                    nearest = max(nearest, child)  # the latest made, of several
+                    nearest = max(nearest, child)  # the latest, of several
                 elif (found := owner[child]) is not None:
                     weights.append(found)
         side[index] = nearest < 0 and len(following) == 1 and following[0] is not None
@@ -58,16 +59,16 @@ def owners(places: Sequence[Place]) -> list[str]:
         if nearest >= 0:
             below[index] = owner[nearest] if owner[nearest] is not None else below[nearest]
 
-    above: list[str | None] = [None] * len(places)
-    for index in range(len(places) - 1, -1, -1):
+    above: list[str | None] = [None] * len(hints)
+    for index in range(len(hints) - 1, -1, -1):
         mine = owner[index] if owner[index] is not None else above[index]
         if mine is not None:
-            for target in places[index].next:
+            for target in hints[index].next:
                 if target is not None:
-                    above[target[0]] = mine  # the last to write is the earliest made, and so the nearest
+                    above[target[0]] = mine  # overwritten by earlier nodes, which are nearer
     return [
         found if (found := owner[index]) is not None else _between(above[index], below[index])
-        for index in range(len(places))
+        for index in range(len(hints))
     ]
 
 

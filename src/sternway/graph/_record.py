@@ -1,8 +1,8 @@
-"""``record``: while it lasts, every new node learns its module, its source line and the function that made it.
+"""``record``: a context in which each new graph node is tagged with its module, source line and function.
 
-A torch-function mode sees each call on tensors from Python, and the nodes that it leaves behind its results; forward
-hooks on the model's modules say which module is running. One call may make several nodes: everything between its
-results and its arguments is its own.
+A torch-function mode sees each call on tensors from Python, and the nodes behind its results. Forward hooks on the
+model's modules say which module is running. One call may make several nodes: all nodes between its results and its
+arguments get its tag.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -22,16 +22,20 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from sternway._torch import require
+from sternway._torch.tensors import version_of, without_torch_function
+from sternway._tree import leaves
 from sternway.errors import GraphError
+from sternway.graph._saved import storage_of
 from sternway.graph._tags import Tag, set_tag, tag_of
+from sternway.graph._walk import is_leaf
 
 _OURS = tuple(str(Path(package).parent) + os.sep for package in (torch.__file__, __file__))
-_LEAF = "AccumulateGrad"
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """One change in place: to which storage, to which version, by what and where."""
+    """One in-place change: of which storage, to which version, by which function and where."""
 
     storage: int
     version: int
@@ -41,12 +45,20 @@ class Write:
 
 
 class Recording(TorchFunctionMode):
-    """A recording under way; ``record`` makes one."""
+    """A recording in progress; ``record`` makes one."""
 
-    def __init__(self, model: nn.Module | None, values: bool, writes: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None,
+        *,
+        values: bool = False,
+        writes: bool = False,
+        before_backward: Callable[[Tensor], None] | None = None,
+    ) -> None:
         super().__init__()
         self._model, self._values, self._log_writes = model, values, writes
-        self._running = threading.local()  # the modules whose forward is under way, in this thread
+        self._before_backward = before_backward
+        self._running = threading.local()  # the modules whose forward is running in this thread
         self._handles: list[RemovableHandle] = []
         self.writes: deque[Write] = deque(maxlen=100_000)
         self.first_nonfinite: Tag | None = None
@@ -84,8 +96,11 @@ class Recording(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "") or str(func)
         if name in ("backward", "__get__"):
+            if self._before_backward is not None and name == "backward" and args and isinstance(args[0], Tensor):
+                with without_torch_function():
+                    self._before_backward(args[0])
             return func(*args, **kwargs)
-        given = list(_tensors((args, kwargs)))
+        given = _tensors((args, kwargs))
         before = [(tensor, _grad_fn(tensor), _version(tensor)) for tensor in given]
         result = func(*args, **kwargs)
         stack = self._stack()
@@ -116,7 +131,7 @@ class Recording(TorchFunctionMode):
     def _check(self, tag: Tag, given: list[Tensor], made: list[Tensor]) -> None:
         if not self._values or self.first_nonfinite is not None:
             return
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with without_torch_function(), torch.no_grad():
             wrong = [shown for tensor in made if (shown := nonfinite(tensor))]
             if wrong and not any(nonfinite(tensor) for tensor in given):
                 tag.nonfinite = f"{wrong[0]}; inputs {', '.join(map(magnitude, given)) or 'none'}"
@@ -124,7 +139,7 @@ class Recording(TorchFunctionMode):
 
 
 def record(model: nn.Module | None = None, *, values: bool = False) -> Recording:
-    """A context in which new graph nodes learn their module and source line, for ``capture`` to report.
+    """A context in which new graph nodes are tagged with their module and source line, which ``capture`` reports.
 
     Example:
         >>> from sternway import graph
@@ -135,16 +150,17 @@ def record(model: nn.Module | None = None, *, values: bool = False) -> Recording
         [('1', 'relu')]
 
     Args:
-        model: whose modules' names to use; without one, lines only.
-        values: also look at every result, and note the first operation that makes NaN or ±inf from finite inputs:
+        model: names the modules; without one, only source lines are recorded.
+        values: also check every result, and note the first operation that makes NaN or ±inf from finite inputs:
             ``find_nonfinite`` reports it, and so does the recording's ``first_nonfinite``.
 
-    The forward runs several times slower meanwhile. What is written stays on the nodes and is freed with them.
+    The forward runs several times slower in this context. Tags are stored on the nodes and freed with them.
     """
+    require("graph")
     GraphError.unless(
-        model is None or isinstance(model, nn.Module), "model is a module", model, "pass it, or leave it out"
+        model is None or isinstance(model, nn.Module), "model must be an nn.Module", model, "pass it, or leave it out"
     )
-    return Recording(model, values, writes=False)
+    return Recording(model, values=values)
 
 
 def _tag(found: list[Any], stop: set[Any], tag: Tag) -> None:
@@ -152,7 +168,7 @@ def _tag(found: list[Any], stop: set[Any], tag: Tag) -> None:
     seen: set[Any] = set()
     while found:
         node = found.pop()
-        if node in seen or node in stop or type(node).__name__ == _LEAF or tag_of(node) is not None:
+        if node in seen or node in stop or is_leaf(node) or tag_of(node) is not None:
             continue
         seen.add(node)
         set_tag(node, tag)
@@ -160,7 +176,7 @@ def _tag(found: list[Any], stop: set[Any], tag: Tag) -> None:
 
 
 def _source() -> str:
-    """The nearest line that is neither torch's nor ours."""
+    """The nearest line outside torch and sternway."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
@@ -170,7 +186,7 @@ def _source() -> str:
 
 
 def shown_line(file: str, line: int, function: str) -> str:
-    """``model.py:31 in forward``, the path relative to where one is if it lies below."""
+    """``model.py:31 in forward``; the path is relative if it is below the working directory."""
     here = os.getcwd() + os.sep
     return f"{file.removeprefix(here)}:{line} in {function}"
 
@@ -178,35 +194,20 @@ def shown_line(file: str, line: int, function: str) -> str:
 def _grad_fn(tensor: Tensor) -> Any:
     try:
         return tensor.grad_fn
-    except RuntimeError:  # a view made under no_grad whose base was changed: torch refuses to say
+    except RuntimeError:  # a view made under no_grad whose base was changed in place
         return None
 
 
 def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else int(tensor._version)
+    return -1 if tensor.is_inference() else version_of(tensor)
 
 
-def storage_of(tensor: Tensor) -> int | None:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return None
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    stack = [value]
-    while stack:
-        part = stack.pop()
-        if isinstance(part, Tensor):
-            yield part
-        elif isinstance(part, tuple | list):
-            stack += reversed(part)
-        elif isinstance(part, dict):
-            stack += reversed(list(part.values()))
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def nonfinite(tensor: Tensor | None) -> str:
-    """How many elements are NaN and ±inf, or "" if none is."""
+    """How many elements are NaN and ±inf; "" if all are finite."""
     if tensor is None or not (tensor.is_floating_point() or tensor.is_complex()) or tensor.layout is not torch.strided:
         return ""
     flat = tensor.detach()

@@ -1,7 +1,7 @@
-"""What a captured graph is made of: plain frozen records, with no reference to a tensor or a node of torch's.
+"""The records of a captured graph: frozen, without references to tensors or nodes of torch.
 
-Of nodes and saved tensors a graph may have hundreds of thousands, so these two are named tuples: they take a fifth of
-the time that a frozen dataclass takes to make.
+A graph may have hundreds of thousands of nodes and saved tensors, so these two are named tuples: they are made five
+times faster than frozen dataclasses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Role = Literal["activation", "parameter", "buffer"]
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor's shape, dtype and device. A shape of None: not known (a nested or a packed tensor)."""
+    """A tensor's shape, dtype and device. The shape is None if it is not known (a nested or a packed tensor)."""
 
     shape: tuple[int, ...] | None
     dtype: str
@@ -26,43 +26,43 @@ class TensorInfo:
 
 
 class Saved(NamedTuple):
-    """One tensor that a node keeps for its backward.
+    """One tensor that a node saved for its backward.
 
-    ``nbytes`` is the tensor's own size, ``storage_nbytes`` that of the storage behind it, which is what stays
-    allocated: a slice of a large tensor keeps all of it. Storages are numbered; one number is one piece of memory.
+    ``nbytes`` is the tensor's own size, ``storage_nbytes`` that of its storage, which is what stays allocated: a slice
+    of a large tensor keeps all of it. Tensors with the same ``storage`` number share memory.
     """
 
-    name: str  # the slot: "self", "mat2", "result"
+    name: str  # the operand: "self", "mat2", "result"
     tensor: TensorInfo
     nbytes: int
-    storage: int | None  # None: nothing is kept here (a checkpoint will recompute it)
+    storage: int | None  # None: nothing is allocated (a checkpoint will recompute it)
     storage_nbytes: int
     role: Role = "activation"
-    of: str | None = None  # the parameter or buffer, by name where that is known
-    view: bool = False  # it is a view of that parameter or buffer, not the thing itself
-    hook: str | None = None  # what stands in for it: "checkpoint", "save_on_cpu", or the unpack hook's name
+    of: str | None = None  # the parameter's or buffer's name, if known
+    view: bool = False  # a view of that parameter or buffer
+    hook: str | None = None  # who packed it: "checkpoint", "save_on_cpu", or the unpack hook's name
 
 
 class Node(NamedTuple):
     """One operation's backward.
 
-    ``inputs`` and ``next`` go together, one for each input of the forward operation: what it was, and which output of
-    which node made it. Both are None where that input needs no gradient.
+    ``inputs`` and ``next`` have one entry for each input of the forward operation: what the input was, and which
+    output of which node made it. Both are None where that input requires no gradient.
     """
 
-    id: int  # its place in ``Graph.nodes``; whatever made a node's inputs has a smaller one
+    id: int  # its index in ``Graph.nodes``; the nodes that made its inputs have smaller ones
     kind: str  # "AddmmBackward0"
     sequence: int | None  # the order of creation; None for a leaf
     outputs: tuple[TensorInfo, ...]
     inputs: tuple[TensorInfo | None, ...]
     next: tuple[tuple[int, int] | None, ...]
     module: str = ""  # the owner: "layers.3.mlp.up"; "" outside every module
-    parameter: str | None = None  # at a leaf that is a parameter: its name, "" if no model was given to name it
+    parameter: str | None = None  # of a parameter's leaf: the name, "" if no model was passed
     saved: tuple[Saved, ...] = ()
     hooks: tuple[str, ...] = ()
     source: str | None = None  # "model.py:31 in forward", in a recorded graph
     op: str | None = None  # the function that was called there
-    freed: bool = False  # a backward has run here, and let go of what was saved
+    freed: bool = False  # a backward has run, and freed what was saved
 
     @property
     def is_leaf(self) -> bool:
@@ -79,7 +79,7 @@ class Node(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """``source`` sends the gradient of its input number ``input`` to ``target``, which made it as output ``output``."""
+    """``source`` passes the gradient of its input ``input`` to ``target``, whose output ``output`` that input was."""
 
     source: int
     input: int
@@ -89,28 +89,28 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter of the model that was given to ``capture``, used in the graph or not."""
+    """A parameter of the model that was passed to ``capture``, used in the graph or not."""
 
     name: str
     tensor: TensorInfo
     nbytes: int
     requires_grad: bool
-    node: int | None  # its leaf, if gradient reaches it
+    node: int | None  # its leaf, if it gets a gradient
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A node whose weight gradients would wait for W, and those parameters (by name, or "leaf 12" without one)."""
+    """A node whose weight gradients would be computed in W, and their parameters (by name, or as "leaf 12")."""
 
     node: int
-    kind: str  # the rule is by kind
+    kind: str
     module: str
     parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPreview:
-    """What ``split.backward_input`` would leave to W, and what it would compute in I."""
+    """Which weight gradients ``split.backward_input`` would leave to W, and which it would compute in I."""
 
     waits: tuple[Waiting, ...]
     ready: tuple[str, ...]

@@ -1,30 +1,20 @@
-"""What a node keeps, read without unpacking: no hook runs, no checkpoint recomputes, nothing changes.
-
-``node._saved_x`` would unpack; ``node._raw_saved_x`` does not. Its ``data`` is the tensor, or what a pack hook made of
-it; None once a backward has let it go.
-"""
+"""What a node saved for its backward, read without unpacking: no hook runs, no checkpoint recomputes."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.utils import checkpoint
 
+from sternway._storage import dense_parts, storage_sizes
+from sternway._torch.nodes import CHECKPOINT_HOLDER, raw_saved, read_saved, saved_label, saved_names
+from sternway._torch.saved_hooks import checkpoint_inputs
+from sternway._torch.tensors import storage_id
 from sternway.graph._records import Role, Saved, TensorInfo
-
-_PREFIX = "_raw_saved_"
-
-
-@cache
-def slots(node_type: Hashable) -> tuple[tuple[str, str], ...]:
-    """The node type's slots for saved tensors: attribute, and the name to show."""
-    return tuple((name, name.removeprefix(_PREFIX)) for name in dir(node_type) if name.startswith(_PREFIX))
 
 
 @cache
@@ -38,44 +28,44 @@ def _device(device: torch.device) -> str:
 
 
 class Reader:
-    """Reads what nodes save, numbering storages as it meets them, for one capture."""
+    """Reads what nodes save, and numbers storages as it meets them; one for each capture."""
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[Role, str, int]] = {}  # storage → what it belongs to, and that tensor's id
         self._infos: dict[Any, TensorInfo] = {}
         self._numbers: dict[int, int] = {}
-        self._frames: set[int] = set()
+        self._regions: set[int] = set()  # checkpointed regions whose inputs were counted
 
     def belongs(self, tensor: Tensor, role: Role, name: str) -> None:
-        """Say whose a tensor is: a parameter's or a buffer's bytes are there with or without the graph."""
-        for part in _plain(tensor):
-            if (address := _address(part)) is not None:
-                self.known.setdefault(address, (role, name, id(tensor)))
+        """Mark a tensor's storage as a parameter's or a buffer's: it is allocated with or without the graph."""
+        for storage in storage_sizes([tensor]):
+            self.known.setdefault(storage, (role, name, id(tensor)))
 
     def info(self, thing: Any) -> TensorInfo:
-        """Of a tensor, or of an entry of ``node._input_metadata``."""
+        """Shape, dtype and device of a tensor, or of one of a node's gradient slots."""
         shape = thing.shape
         key = (tuple(shape), thing.dtype, thing.device)
         try:
             found = self._infos.get(key)
-        except TypeError:  # a shape with symbols in it
+        except TypeError:  # a symbolic shape
             return TensorInfo(None, _dtype(thing.dtype), _device(thing.device))
         if found is None:
             found = self._infos[key] = TensorInfo(tuple(map(int, shape)), _dtype(thing.dtype), _device(thing.device))
         return found
 
     def saved(self, node: Any) -> tuple[tuple[Saved, ...], bool]:
-        """Everything the node keeps, and whether a backward has already freed it."""
+        """Everything that the node saved, and whether a backward has freed it already."""
         found: list[Saved] = []
         empty = 0
-        for attribute, name in slots(node.__class__):
+        for attribute in saved_names(node.__class__):
             try:
-                slot = getattr(node, attribute)
-            except (RuntimeError, AttributeError):  # freed, in a Python function
+                slot = raw_saved(node, attribute)
+            except (RuntimeError, AttributeError):  # freed, in a custom autograd.Function
                 empty += 1
                 continue
             if slot is None:
                 continue
+            name = saved_label(attribute)
             if isinstance(slot, tuple | list):
                 for index, raw in enumerate(slot):
                     empty += self._read(raw, f"{name}[{index}]", found)
@@ -89,7 +79,7 @@ class Reader:
         return tuple(found), empty > 0 and not found and is_freed(node)
 
     def _read(self, raw: Any, name: str, found: list[Saved]) -> bool:
-        """Add what the slot holds to ``found``; whether it holds nothing."""
+        """Add what a ``SavedTensor`` holds to ``found``; return whether it is empty."""
         if raw is None:
             return False
         data, hook = raw.data, raw.unpack_hook
@@ -97,7 +87,7 @@ class Reader:
             if data is None:
                 return True
             found.append(self._describe(data, name))
-        elif isinstance(data, checkpoint._Holder):
+        elif isinstance(data, CHECKPOINT_HOLDER):
             found.append(Saved(name, TensorInfo(None, "", ""), 0, None, 0, hook="checkpoint"))
             found += self._checkpoint_inputs(hook)
         else:
@@ -107,56 +97,68 @@ class Reader:
         return False
 
     def _checkpoint_inputs(self, hook: Any) -> Iterator[Saved]:
-        """What a checkpoint keeps in order to recompute: its region's inputs, once for each region."""
-        frame = inspect.getclosurevars(hook).nonlocals.get("frame")
-        if frame is None or id(frame) in self._frames:
+        """The inputs that a checkpointed region keeps in order to recompute; once for each region."""
+        inputs = checkpoint_inputs(hook)
+        if inputs is None or inputs.region in self._regions:
             return
-        self._frames.add(id(frame))
-        saver = getattr(frame, "input_saver", None)
-        if saver is None:
-            kept = getattr(frame, "saved_args", ())
-        else:  # torch 2.11 keeps them on the node of a dummy tensor, after the dummy itself
-            kept = getattr(saver.grad_fn, "_raw_saved_tensors", ())[1:]
-        for index, entry in enumerate(kept):
-            data = entry if isinstance(entry, Tensor) else getattr(entry, "data", None)
-            for tensor in _tensors(data):
+        self._regions.add(inputs.region)
+        for index, value in enumerate(inputs.values):
+            for tensor in _tensors(value):
                 yield self._describe(tensor, f"checkpoint input {index}", "checkpoint")
 
     def _describe(self, tensor: Tensor, name: str, hook: str | None = None) -> Saved:
-        info = self.info(tensor)
-        if type(tensor) is Tensor and tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-        else:
-            parts = _plain(tensor)
-            if len(parts) != 1 or _address(parts[0]) is None:
-                size = sum(part.untyped_storage().nbytes() for part in parts if _address(part) is not None)
-                return Saved(
-                    name, info, size, self._numbers.setdefault(id(tensor), len(self._numbers)), size, hook=hook
-                )
-            storage = parts[0].untyped_storage()
-        address = storage._cdata
-        number = self._numbers.setdefault(address, len(self._numbers))
-        owner = self.known.get(address)
+        info, part = self.info(tensor), tensor
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            parts = dense_parts(tensor)
+            sizes = storage_sizes(parts)
+            if len(parts) != 1 or not sizes:
+                number = self._numbers.setdefault(id(tensor), len(self._numbers))
+                size = sum(sizes.values())
+                return Saved(name, info, size, number, size, hook=hook)
+            part = parts[0]
+        key, size = storage_id(part), part.untyped_storage().nbytes()
+        number = self._numbers.setdefault(key, len(self._numbers))
+        owner = self.known.get(key)
         if owner is None:
-            return Saved(name, info, tensor.nbytes, number, storage.nbytes(), hook=hook)
+            return Saved(name, info, tensor.nbytes, number, size, hook=hook)
         role, of, identity = owner
-        return Saved(name, info, tensor.nbytes, number, storage.nbytes(), role, of, id(tensor) != identity, hook)
+        return Saved(name, info, tensor.nbytes, number, size, role, of, id(tensor) != identity, hook)
+
+
+def saved_parts(node: Any) -> Iterator[tuple[str, Any]]:
+    """Each tensor that a node still keeps: the operand's name, and its ``SavedTensor``, not unpacked."""
+    for attribute in saved_names(node.__class__):
+        try:
+            raw = raw_saved(node, attribute)
+        except (RuntimeError, AttributeError):  # freed
+            continue
+        for part in raw if isinstance(raw, tuple | list) else (raw,):
+            if part is not None and part.data is not None:
+                yield saved_label(attribute), part
 
 
 def is_freed(node: Any) -> bool:
-    """Whether a backward has let go of what the node saved. Only empty slots are unpacked to find out."""
-    for attribute, _ in slots(node.__class__):
+    """Whether a backward has freed what the node saved. Only empty slots are unpacked to find out."""
+    for attribute in saved_names(node.__class__):
         try:
-            raw = getattr(node, attribute)
+            raw = raw_saved(node, attribute)
             if not isinstance(raw, tuple | list) and raw is not None and raw.data is None and raw.unpack_hook is None:
-                getattr(node, attribute.replace("_raw", "", 1))  # empty because there was nothing to save: None
+                read_saved(node, saved_label(attribute))  # None where there was nothing to save
         except RuntimeError:
             return True
     return False
 
 
+def storage_of(tensor: Tensor) -> int | None:
+    """Which storage a tensor has; None if it has none of its own."""
+    try:
+        return storage_id(tensor)
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
 def _tensors(value: Any, depth: int = 3) -> list[Tensor]:
-    """The tensors in what a hook packed or a function kept: itself, or in tuples, lists and dicts."""
+    """The tensors in what a hook packed or a function kept: any object, so containers are opened to a fixed depth."""
     if isinstance(value, Tensor):
         return [value]
     if depth and isinstance(value, tuple | list):
@@ -164,30 +166,3 @@ def _tensors(value: Any, depth: int = 3) -> list[Tensor]:
     if depth and isinstance(value, dict):
         return [tensor for part in value.values() for tensor in _tensors(part, depth - 1)]
     return []
-
-
-def _plain(tensor: Tensor) -> list[Tensor]:
-    """The dense tensors that hold its elements: itself, but for sparse ones and wrapper subclasses."""
-    if type(tensor) is Tensor or type(tensor) is torch.nn.Parameter:
-        if tensor.layout is torch.strided:
-            return [tensor]
-        with torch.no_grad():
-            if tensor.layout is torch.sparse_coo:
-                return [tensor._indices(), tensor._values()]
-            if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-                rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
-                outer = tensor.crow_indices() if rows else tensor.ccol_indices()
-                return [outer, tensor.col_indices() if rows else tensor.row_indices(), tensor.values()]
-        return []
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        return [tensor]
-    return [part for name in flatten()[0] for part in _plain(getattr(tensor, name))]
-
-
-def _address(tensor: Tensor) -> int | None:
-    """Which storage it is, while it lives."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # a tensor without storage
-        return None

@@ -1,4 +1,4 @@
-"""Ways through a captured graph. A node's targets have smaller ids, so that one pass in order of id is enough."""
+"""Paths through a captured graph. A node's targets have smaller ids, so one pass in order of id is enough."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from sternway.graph._records import Node
 
 
 def between(nodes: tuple[Node, ...], ones: set[int], others: set[int]) -> list[int]:
-    """The ids on some way from one set to the other, whichever of the two is nearer the loss."""
-    found = _on_ways(nodes, ones, others) | _on_ways(nodes, others, ones)
+    """The ids on some path from one set to the other, whichever of the two is nearer to the loss."""
+    found = _on_paths(nodes, ones, others) | _on_paths(nodes, others, ones)
     return sorted(found)
 
 
-def _on_ways(nodes: tuple[Node, ...], top: set[int], bottom: set[int]) -> set[int]:
+def _on_paths(nodes: tuple[Node, ...], top: set[int], bottom: set[int]) -> set[int]:
     low, high = min(bottom), max(top)
     reaches = [False] * (high + 1)
     for index in range(low, high + 1):
@@ -30,7 +30,7 @@ def _on_ways(nodes: tuple[Node, ...], top: set[int], bottom: set[int]) -> set[in
 
 
 def shortest_path(nodes: tuple[Node, ...], starts: set[int], ends: set[int]) -> list[int]:
-    """The ids from one of ``starts`` to one of ``ends``; empty if no way leads either along or against the edges."""
+    """The ids from one of ``starts`` to one of ``ends``, along the edges or against them; empty if there is no path."""
     along = _breadth_first(nodes, starts, ends)
     return along or _breadth_first(nodes, ends, starts)[::-1]
 
@@ -41,12 +41,12 @@ def _breadth_first(nodes: tuple[Node, ...], starts: set[int], ends: set[int]) ->
     while queue:
         index = queue.popleft()
         if index in ends:
-            way: list[int] = []
+            path: list[int] = []
             step: int | None = index
             while step is not None:
-                way.append(step)
+                path.append(step)
                 step = came_from[step]
-            return way[::-1]
+            return path[::-1]
         for target in nodes[index].next:
             if target is not None and target[0] not in came_from:
                 came_from[target[0]] = index

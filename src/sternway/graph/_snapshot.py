@@ -16,8 +16,8 @@ from sternway.graph._search import between, shortest_path
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleRow:
-    """One module's share: its nodes, and the bytes that they keep, each storage counted where it is first kept."""
+class ModuleSummary:
+    """One module's nodes, and the bytes that they save; a storage is counted where it is first saved."""
 
     module: str
     nodes: int
@@ -38,7 +38,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class FrozenUse:
-    """An operation that uses a frozen parameter, and the trainable ones that gradient reaches through it."""
+    """An operation that uses a frozen parameter, and the trainable parameters that get gradients through it."""
 
     parameter: str
     node: int
@@ -69,7 +69,7 @@ class Graph:
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Every edge, from the node nearer the loss to the one further down."""
+        """Every edge, from the node nearer to the loss to the node that made its input."""
         return tuple(
             Edge(node.id, position, *target)
             for node in self.nodes
@@ -79,12 +79,12 @@ class Graph:
 
     @property
     def saved(self) -> Iterator[Kept]:
-        """Everything kept, in forward order."""
+        """Every saved tensor, in forward order."""
         return (Kept(node, saved) for node in self.nodes for saved in node.saved)
 
     @cached_property
     def _first_kept(self) -> dict[int, Kept]:
-        """Each storage by its number, where it is first kept."""
+        """Each storage by its number, where it is first saved."""
         first: dict[int, Kept] = {}
         for node in self.nodes:
             for saved in node.saved:
@@ -97,12 +97,12 @@ class Graph:
 
     @cached_property
     def saved_bytes(self) -> int:
-        """Bytes kept for the backward: each storage once, parameters and buffers apart."""
+        """Bytes saved for the backward: each storage once, without those of parameters and buffers."""
         return self._bytes("activation")
 
     @cached_property
     def parameter_bytes(self) -> int:
-        """Bytes of the parameters and buffers that the graph refers to; they would be there without it."""
+        """Bytes of the parameters and buffers that the graph refers to; they are allocated with or without it."""
         return self._bytes("parameter", "buffer")
 
     def by_device(self) -> dict[str, int]:
@@ -113,10 +113,12 @@ class Graph:
                 total[kept.saved.tensor.device] += kept.saved.storage_nbytes
         return dict(total)
 
-    def by_module(self, depth: int | None = None) -> dict[str, ModuleRow]:
-        """Each module's share, by name; names cut to ``depth`` parts. What is outside every module is ""."""
+    def by_module(self, depth: int | None = None) -> dict[str, ModuleSummary]:
+        """Nodes and bytes of each module, by name; names are cut to ``depth`` parts. No module is ""."""
         if depth is not None and depth < 0:
-            raise GraphError("depth is a number of name parts", got=str(depth), fix="pass 0, 1, 2, … or None for all")
+            raise GraphError(
+                "depth must be 0 or more", got=str(depth), fix="pass a number of name parts, or None for all"
+            )
         kinds: dict[str, Counter[str]] = {}
         total: Counter[str] = Counter()
         cut = {module: _cut(module, depth) for module in {node.module for node in self.nodes}}
@@ -126,12 +128,12 @@ class Graph:
             if kept.saved.role == "activation":
                 total[cut[kept.node.module]] += kept.saved.storage_nbytes
         return {
-            name: ModuleRow(name, sum(kinds[name].values()), total[name], tuple(kinds[name].most_common()))
-            for name in sorted(kinds, key=_natural)
+            name: ModuleSummary(name, sum(kinds[name].values()), total[name], tuple(kinds[name].most_common()))
+            for name in sorted(kinds, key=natural_order)
         }
 
     def find(self, what: int | str | Node) -> list[Node]:
-        """The nodes meant by an id, a node, a parameter's name, a module's name or a kind; GraphError if none is."""
+        """The nodes with an id, a parameter's name, a module's name or a kind; GraphError if there is none."""
         if isinstance(what, Node):
             what = what.id
         if isinstance(what, int):
@@ -144,18 +146,18 @@ class Graph:
             )
         if not found:
             raise GraphError(
-                "a place in the graph is a node's id, or the name of a parameter, a module or a kind",
+                "a node must be given by its id, or by the name of a parameter, a module or a kind",
                 got=repr(what),
-                fix=f"an id below {len(self.nodes)}, or one of the names in by_module()",
+                fix=f"pass an id below {len(self.nodes)}, or one of the names in by_module()",
             )
         return found
 
     def between(self, a: int | str | Node, b: int | str | Node) -> tuple[Node, ...]:
-        """Every node on some way between ``a`` and ``b``, both included, in forward order."""
+        """Every node on some path between ``a`` and ``b``, both included, in forward order."""
         return tuple(self.nodes[index] for index in between(self.nodes, _ids(self.find(a)), _ids(self.find(b))))
 
     def path(self, a: int | str | Node, b: int | str | Node) -> tuple[Node, ...]:
-        """A shortest way from ``a`` to ``b``, along gradient's flow or against it; empty if there is none."""
+        """A shortest path from ``a`` to ``b``, along the gradient's flow or against it; empty if there is none."""
         return tuple(self.nodes[index] for index in shortest_path(self.nodes, _ids(self.find(a)), _ids(self.find(b))))
 
     def unused_parameters(self) -> tuple[str, ...]:
@@ -163,7 +165,7 @@ class Graph:
         return tuple(p.name for p in self._model() if p.requires_grad and p.node is None)
 
     def frozen_paths(self) -> tuple[FrozenUse, ...]:
-        """Where frozen parameters are used in the graph, and what gradient still has to reach through each place."""
+        """The operations that use frozen parameters, and the trainable parameters that get gradients through each."""
         frozen = {p.name for p in self._model() if not p.requires_grad}
         uses = []
         for node in self.nodes:
@@ -174,24 +176,24 @@ class Graph:
         return tuple(uses)
 
     def largest_saved(self, n: int = 10) -> tuple[Kept, ...]:
-        """The ``n`` largest storages that are kept, where each is first kept; parameters and buffers apart."""
+        """The ``n`` largest storages that are saved, without those of parameters and buffers."""
         kept = [kept for kept in self._first_kept.values() if kept.saved.role == "activation"]
         return tuple(sorted(kept, key=lambda each: -each.saved.storage_nbytes)[:n])
 
     def shared_storages(self) -> dict[int, tuple[Kept, ...]]:
-        """The storages kept in more than one place, with those places."""
-        places: dict[int, list[Kept]] = {}
+        """The storages that are saved more than once, by number."""
+        uses: dict[int, list[Kept]] = {}
         for kept in self.saved:
             if kept.saved.storage is not None:
-                places.setdefault(kept.saved.storage, []).append(kept)
-        return {number: tuple(kept) for number, kept in places.items() if len(kept) > 1}
+                uses.setdefault(kept.saved.storage, []).append(kept)
+        return {number: tuple(kept) for number, kept in uses.items() if len(kept) > 1}
 
     def diff(self, other: Graph, depth: int | None = None) -> Diff:
-        """What ``other`` has more and less than this, by module."""
+        """What ``other`` has more and less than this graph, by module."""
         return compare(self.by_module(depth), other.by_module(depth))
 
     def split_preview(self) -> SplitPreview:
-        """What ``sternway.split`` would leave to W, and what it would compute in I, had the graph been split."""
+        """Which weight gradients ``sternway.split`` would compute in W, and which in I."""
         return self.split
 
     def to_json(self) -> str:
@@ -219,7 +221,7 @@ class Graph:
         return to_text(self, depth)
 
     def to_html(self, path: str | Path, *, title: str = "Autograd graph", other: Graph | None = None) -> Path:
-        """Write one offline HTML file that shows the graph; with ``other``, what changed from this to that too."""
+        """Write one offline HTML file that shows the graph; with ``other``, also what changed from this graph to it."""
         from sternway import viewer
         from sternway.graph._json import to_record
 
@@ -228,10 +230,20 @@ class Graph:
     def __repr__(self) -> str:
         return f"Graph({len(self.nodes)} nodes, {self.saved_bytes:,} bytes saved, torch {self.torch})"
 
+    def __str__(self) -> str:
+        from sternway.graph._text import summary
+
+        return "\n".join(summary(self))
+
+    def _repr_html_(self) -> str:
+        from sternway.graph._text import to_table
+
+        return to_table(self)
+
     def _model(self) -> tuple[Parameter, ...]:
         if self.parameters is None:
             raise GraphError(
-                "a question about a model's parameters needs the model",
+                "questions about a model's parameters need the model",
                 got="a graph captured without one",
                 fix="graph.capture(loss, model=model)",
             )
@@ -242,7 +254,7 @@ def _cut(module: str, depth: int | None) -> str:
     return module if depth is None else ".".join(module.split(".")[:depth])
 
 
-def _natural(name: str) -> list[tuple[bool, int, str]]:
+def natural_order(name: str) -> list[tuple[bool, int, str]]:
     """``layers.10`` after ``layers.9``."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
 

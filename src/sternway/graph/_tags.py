@@ -1,6 +1,6 @@
-"""What ``record`` writes on a node, and ``capture`` and the explainers read: the module, the line, the operation.
+"""Tags: the module, source line and function of a node, which ``record`` writes and ``capture`` reads.
 
-torch gives each node a dictionary that lives as long as the node does, so a tag keeps nothing alive and is never stale.
+They are stored in ``node.metadata``, a dictionary that lives as long as the node. So a tag keeps nothing alive.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class Tag:
     module: str
     source: str
     op: str
-    hooks: int = 0  # tensor hooks that were seen being registered
-    nonfinite: str = ""  # what was wrong with the operation's outputs while its inputs were right
+    hooks: int = 0  # tensor hooks registered while recording
+    nonfinite: str = ""  # NaN and ±inf in the outputs, where the inputs were finite
 
 
-_written = False  # whether this process has ever written a tag
+_written = False  # whether any tag was written in this process
 
 
 def tag_of(node: Any) -> Tag | None:
-    if not _written:  # looking would make every node a dictionary of its own
+    if not _written:  # reading `metadata` would allocate a dictionary for every node
         return None
     found = node.metadata.get(KEY)
     return found if isinstance(found, Tag) else None

@@ -1,22 +1,32 @@
-"""A graph for the terminal: the modules as a tree, with their nodes and the bytes they keep."""
+"""A graph as text: a tree of modules for the terminal, a few lines for ``print``, a table for notebooks."""
 
 from __future__ import annotations
 
 from collections import Counter
+from html import escape
 
-from sternway.graph._snapshot import Graph, _natural
+from sternway._bytes import show_bytes
+from sternway.graph._snapshot import Graph, natural_order
 
 _KINDS = 4
+_LARGEST = 3
+_ROWS = 20
 
 
-def shown_bytes(count: int) -> str:
-    """``1.5 MiB``."""
-    size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+def summary(graph: Graph) -> list[str]:
+    """The graph in a few lines: its size, its largest modules and saved tensors, what gets no gradient, the split."""
+    lines = [_size(graph)]
+    rows = sorted(graph.by_module().values(), key=lambda row: -row.saved_bytes)[:_LARGEST]
+    if any(row.saved_bytes for row in rows):
+        shown = [f"{row.module or '(no module)'} {show_bytes(row.saved_bytes)}" for row in rows if row.saved_bytes]
+        lines.append(f"most saved by: {', '.join(shown)}")
+    lines += _notes(graph)
+    if graph.split.refused:
+        lines.append(f"split: {graph.split}")
+    elif graph.split.waits or graph.split.ready:
+        waiting = sum(len(wait.parameters) for wait in graph.split.waits)
+        lines.append(f"split: {waiting} parameters wait for W, {len(graph.split.ready)} are computed in I")
+    return lines
 
 
 def to_text(graph: Graph, depth: int | None = None) -> str:
@@ -29,33 +39,56 @@ def to_text(graph: Graph, depth: int | None = None) -> str:
             nodes[part] += row.nodes
             kept[part] += row.saved_bytes
     children: dict[str, list[str]] = {}
-    for name in sorted(names - {""}, key=_natural):
+    for name in sorted(names - {""}, key=natural_order):
         children.setdefault(name.rpartition(".")[0], []).append(name)
 
-    lines = [
-        f"{len(graph.nodes)} nodes, {shown_bytes(graph.saved_bytes)} saved for the backward"
-        f" (and {shown_bytes(graph.parameter_bytes)} of parameters and buffers referred to), torch {graph.torch}"
-    ]
+    lines = [_size(graph)]
     if "" in rows:
         outside = rows[""]
         lines.append(
-            f"outside modules: {outside.nodes} nodes, {shown_bytes(outside.saved_bytes)}  {_kinds(outside.kinds)}"
+            f"outside modules: {outside.nodes} nodes, {show_bytes(outside.saved_bytes)}  {_kinds(outside.kinds)}"
         )
     stack = [(name, "", index == len(children[""]) - 1) for index, name in enumerate(children.get("", []))][::-1]
     while stack:
         name, indent, last = stack.pop()
         own = f"  {_kinds(rows[name].kinds)}" if name in rows else ""
         label = name.rpartition(".")[2]
-        lines.append(f"{indent}{'└─' if last else '├─'} {label}: {nodes[name]} nodes, {shown_bytes(kept[name])}{own}")
+        lines.append(f"{indent}{'└─' if last else '├─'} {label}: {nodes[name]} nodes, {show_bytes(kept[name])}{own}")
         below = children.get(name, [])
         deeper = indent + ("   " if last else "│  ")
         stack += [(child, deeper, index == len(below) - 1) for index, child in enumerate(below)][::-1]
-    largest = graph.largest_saved(3)
-    if largest:
-        lines += ["largest:", *(f"  {kept}" for kept in largest)]
+    return "\n".join([*lines, *_notes(graph)])
+
+
+def to_table(graph: Graph) -> str:
+    """HTML for a notebook: the summary, and the modules that save most."""
+    rows = sorted(graph.by_module().values(), key=lambda row: -row.saved_bytes)
+    cells = [
+        (row.module or "(no module)", f"{row.nodes:,}", show_bytes(row.saved_bytes), _kinds(row.kinds))
+        for row in rows[:_ROWS]
+    ]
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+    head = "".join(f"<th>{name}</th>" for name in ("module", "nodes", "saved", "kinds"))
+    more = f"<p>{_ROWS} of {len(rows):,} modules</p>" if len(rows) > _ROWS else ""
+    lines = "<br>".join(map(escape, summary(graph)))
+    return f"<p>{lines}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{more}"
+
+
+def _size(graph: Graph) -> str:
+    return (
+        f"{len(graph.nodes)} nodes, {show_bytes(graph.saved_bytes)} saved for the backward"
+        f" (and {show_bytes(graph.parameter_bytes)} of parameters and buffers referred to), torch {graph.torch}"
+    )
+
+
+def _notes(graph: Graph) -> list[str]:
+    """The largest saved tensors, and the parameters without a gradient."""
+    lines = [f"  {kept}" for kept in graph.largest_saved(_LARGEST)]
+    if lines:
+        lines.insert(0, "largest:")
     if graph.parameters is not None and (unused := graph.unused_parameters()):
         lines.append(f"no gradient reaches: {', '.join(unused)}")
-    return "\n".join(lines)
+    return lines
 
 
 def _ancestors(name: str) -> list[str]:

@@ -1,25 +1,32 @@
-"""The one walk over a live graph that everything here uses: without recursion, so any depth will do.
+"""The walk over a live graph that this room uses: without recursion, so graphs may be of any depth.
 
-Depth has a second trap. torch frees a graph without recursion too, but (since 2.12 or so) not a node that Python has
-seen: its Python object lives as long as the node, and lets go of it in a nested call. A chain of 100,000 nodes that was
-walked, by whomever, overflows the C stack when it is freed. So a deep graph gets *rungs*: every few
-thousand nodes of depth, a node holds all further rungs below it in its dictionary, and so do the roots. torch drops a
-node's dictionary after it has freed what lies below the node, so that the freeing comes back up at each rung before it
-goes on. A rung keeps nothing alive that its node does not.
+Freeing a deep graph can also overflow the C stack. torch frees a graph without recursion, but (since about 2.12) not
+nodes that Python has seen: such a node has a Python object, which releases the next node in a nested call. A chain of
+100,000 nodes crashes when it is freed after any Python code has walked it. So a deep graph gets *rungs*: every few
+thousand nodes of depth, a node refers to all rungs below it in its metadata dictionary, and so do the roots. torch
+clears a node's dictionary after it has freed what is below the node, so the nested calls return at each rung. A rung
+keeps nothing alive that its node does not keep alive anyway.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-LiveNode = Any  # torch.autograd.graph.Node says nothing of _raw_saved_… and variable
+from sternway._torch.nodes import ACCUMULATE_GRAD
+
+LiveNode = Any  # torch.autograd.graph.Node does not declare `variable` and `metadata`
 
 _RUNG = 4_000  # nodes between rungs; 8 MiB of stack are enough for about 50,000
 _KEY = "sternway rungs"
 
 
+def is_leaf(node: LiveNode) -> bool:
+    """Whether a node is the one at which a leaf's gradient arrives; the leaf is its ``variable``."""
+    return type(node) is ACCUMULATE_GRAD
+
+
 def forward_order(roots: list[LiveNode]) -> list[LiveNode]:
-    """Every node behind ``roots``, each after all that it leads to."""
+    """Every node behind ``roots``, each after the nodes that made its inputs."""
     order: list[LiveNode] = []
     done: set[LiveNode] = set()
     opened: set[LiveNode] = set()
@@ -40,9 +47,9 @@ def forward_order(roots: list[LiveNode]) -> list[LiveNode]:
 
 
 def _set_rungs(order: list[LiveNode], roots: list[LiveNode]) -> None:
-    """Let each rung, and each root, hold the rungs that it leads to."""
+    """Let each rung, and each root, refer to the rungs below it."""
     depth: dict[LiveNode, int] = {}
-    rungs: dict[LiveNode, frozenset[int]] = {}  # by place in the order; most nodes share their child's set
+    rungs: dict[LiveNode, frozenset[int]] = {}  # by index in the order; most nodes share their child's set
     for index, node in enumerate(order):
         below, found = 0, frozenset[int]()
         for child, _ in node.next_functions:
@@ -53,6 +60,6 @@ def _set_rungs(order: list[LiveNode], roots: list[LiveNode]) -> None:
         depth[node] = below + 1
         is_rung = depth[node] % _RUNG == 0
         if found and (is_rung or node in roots):
-            # A list is emptied from its end, and the order is that of the forward: from the top downwards.
+            # A list is cleared from its end, and the order is that of the forward: so from the loss downwards.
             node.metadata[_KEY] = [order[rung] for rung in sorted(found)]
         rungs[node] = found | {index} if is_rung else found

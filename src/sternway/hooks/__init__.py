@@ -1,4 +1,4 @@
-"""Run code when gradients arrive: at one tensor, at many, at edges of the graph.
+"""Run code when gradients arrive: at one tensor, at several, at edges of the autograd graph.
 
 Example:
     >>> import torch
@@ -9,8 +9,8 @@ Example:
     [True, False]
 """
 
-from sternway.hooks._capture import Captured, capture
+from sternway.hooks._collect import Collected, collect
 from sternway.hooks._handle import Handle
 from sternway.hooks._on_grads import on_grads
 
-__all__ = ["Captured", "Handle", "capture", "on_grads"]
+__all__ = ["Collected", "Handle", "collect", "on_grads"]

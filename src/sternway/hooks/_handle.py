@@ -1,4 +1,4 @@
-"""What a registration returns: remove it, or leave a ``with`` block."""
+"""The handle that a registration returns."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Handle(RemovableHandle):
         self._handles, self._stop = handles, stop
 
     def remove(self) -> None:
-        """Take the hooks off; a second call does nothing. A backward that is under way does not call them any more."""
+        """Remove the hooks, also for a backward that is under way. A second call does nothing."""
         self._stop()
         for handle in self._handles:
             handle.remove()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise HookError(
-            "a hook's handle belongs to the process and the graph that it was made in",
-            got="an attempt to pickle or copy it",
+            "a handle of a hook cannot be pickled or copied",
+            got="an attempt to do so",
             fix="leave the handle out of what is saved, and register the hook again where it is loaded",
         )

@@ -1,22 +1,22 @@
-"""One call for many gradients: once per backward, and nothing kept of one that failed.
+"""One call for several gradients: once per backward, and nothing is left of a backward that fails.
 
-A backward is one call of the engine, which numbers them. For each, a group of places keeps a ``_Run``: what has arrived
-and what is still to come. Two questions decide the design.
+A backward is one call of the autograd engine, which numbers them. For each, a group of places keeps a ``_Run``: what
+has arrived and what is still to come. Two questions decide the design.
 
-*Who owns the run?* If the group did, a failed backward would leave its run behind. So the engine does: the run is the
-callback that the engine is asked to call at the end, and dies with the backward, however it ends. The group knows it
-weakly. At the end, the callback also hands over what has come if something expected has not.
+*Who owns the run?* If the group did, a failed backward would leave its run behind. So the engine does: the run is a
+callback for the end of the backward, and is freed with it, however it ends. The group has a weak reference. If
+something expected has not arrived by the end, the callback calls the function with what has.
 
-*What is still to come?* The engine tells, given the node. But a hook that holds nodes makes a ring through C++ that
-Python's collector cannot see (node → hook → node), and the graph is never freed. So:
+*What is still to come?* The engine tells, given the node. But a hook that holds nodes makes a reference cycle through
+C++ that Python's garbage collector cannot see (node → hook → node), and the graph would never be freed. So:
 
-    leaf            known by a weak reference to the tensor, which its AccumulateGrad node keeps alive
-    tensor          known by a weak reference while its owner keeps it, and it was not changed in place
-    edge, lost      held by the next place above it in the graph: such references run downwards only, as the graph's
-    tensor          own do, and make no ring
+    leaf            found by a weak reference to the tensor, which its AccumulateGrad node keeps alive
+    tensor          found by a weak reference while the user keeps it, unless it was changed in place
+    edge, or a      held by the next place above it in the graph; such references point downwards only, as the graph's
+    tensor gone     own do, and make no cycle
 
-Of a place that lives but that none of these finds (the top one, in a backward that passes it by), the group learns only
-at the end of the backward, and calls then.
+A place that is alive but not found in one of these ways (the top one, in a backward that does not reach it) is known to
+have no gradient only at the end of the backward, and the function is called then.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ from itertools import pairwise
 from typing import Any, Literal
 from weakref import WeakValueDictionary, ref
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
+from sternway._torch import require
+from sternway._torch.autograd import at_end_of_backward, current_graph_task, sequence_number, will_execute
+from sternway._torch.tensors import version_of
 from sternway.errors import HookError
 from sternway.hooks._handle import Handle
-from sternway.hooks._places import attach, leaf_node, resolve
+from sternway.hooks._places import Place, attach, leaf_node, resolve_all
 
 Grad = Tensor | None
 
 
 def on_grads(
-    places: Tensor | GradientEdge | Node | Iterable[Tensor | GradientEdge | Node],
+    places: Place | Iterable[Place],
     fn: Callable[..., Any],
     mode: Literal["all", "any"] = "all",
 ) -> Handle:
@@ -54,52 +56,46 @@ def on_grads(
 
     Args:
         places: tensors that require gradients, ``GradientEdge``s, or graph nodes with one output.
-        fn: with "all", ``fn(grads)``, a tuple with one entry for each place, None where no gradient came or an
-            undefined one did, when the last that this backward computes has come. With "any", ``fn(grad)`` with the
-            first gradient that is defined (None at the end of a backward in which none was).
+        fn: with "all", called as ``fn(grads)`` when the last gradient that this backward computes has arrived: a tuple
+            with one entry for each place, None where no gradient arrived or an undefined one did. With "any", called as
+            ``fn(grad)`` with the first gradient that is defined, or None at the end of a backward without one.
         mode: "all" or "any".
 
     Returns:
         A handle: ``remove()`` it, or use it in a ``with`` block.
 
-    A backward is one call of the engine, by ``backward`` or ``autograd.grad``; one inside another (a reentrant
-    checkpoint) counts as its own. Gradients are what tensor hooks that were registered before leave of them.
-    ``fn`` must not change them; what it returns is ignored, what it raises stops the backward.
+    A backward is one call of ``backward`` or ``autograd.grad``; one inside another (a reentrant checkpoint) counts as
+    its own. Tensor hooks that were registered earlier run first, and ``fn`` gets the gradients that they return. It
+    must not change them. What it returns is ignored; what it raises stops the backward.
 
     Raises:
-        HookError: a place that no gradient can arrive at.
+        HookError: no gradient can arrive at one of the places.
     """
-    single = isinstance(places, Tensor | GradientEdge | Node)
-    HookError.unless(
-        single or isinstance(places, Iterable), "places are tensors, edges or nodes", places, "pass a list of them"
-    )
-    listed: list[Any] = [places] if single else list(places)  # type: ignore[arg-type]  # not single: iterable
-    if not listed:
-        raise HookError("a hook needs at least one place", got="none", fix="pass tensors, edges or nodes")
+    require("hooks")
+    resolved = resolve_all(places)
     if mode not in ("all", "any"):
-        raise HookError("mode is 'all' or 'any'", got=repr(mode), fix="pass one of the two")
+        raise HookError('mode must be "all" or "any"', got=repr(mode), fix="pass one of the two")
     if not callable(fn):
-        raise HookError("fn is called with the gradients", got=f"a {type(fn).__name__}", fix="pass a function")
-    return watch([resolve(place, f"places[{index}]") for index, place in enumerate(listed)], fn, mode)
-
-
-def watch(places: list[Tensor | GradientEdge], fn: Callable[..., Any], mode: str) -> Handle:
-    """``on_grads`` for places that are known to be good."""
+        raise HookError(
+            "fn must be a function of the gradients",
+            got=f"a {type(fn).__name__}",
+            fix="pass something that can be called",
+        )
     group = _Group(fn, mode)
-    watchers = [_Watcher(group, index, place) for index, place in enumerate(places)]
+    watchers = [_Watcher(group, index, place) for index, place in enumerate(resolved)]
     inner: dict[Any, list[_Watcher]] = {}
-    for watcher, place in zip(watchers, places, strict=True):
+    for watcher, place in zip(watchers, resolved, strict=True):
         if watcher.leaf is None:
             inner.setdefault(place.grad_fn if isinstance(place, Tensor) else place.node, []).append(watcher)
-    for below, above in pairwise(sorted(inner, key=lambda node: node._sequence_nr())):
+    for below, above in pairwise(sorted(inner, key=sequence_number)):
         for watcher in inner[above]:
             watcher.below, watcher.at_below = below, frozenset(lower.index for lower in inner[below])
     group.watchers = [ref(watcher) for watcher in watchers]
-    return Handle([attach(place, watcher) for place, watcher in zip(places, watchers, strict=True)], group.stop)
+    return Handle([attach(place, watcher) for place, watcher in zip(resolved, watchers, strict=True)], group.stop)
 
 
 class _Watcher:
-    """The hook at one place. Only the graph (or the leaf) holds it, so it lives as long as the place."""
+    """The hook at one place. Only the graph (or the leaf) holds it, so it is freed with the place."""
 
     __slots__ = ("__weakref__", "at_below", "below", "group", "index", "leaf", "tensor", "version")
 
@@ -107,18 +103,18 @@ class _Watcher:
         self.group, self.index = group, index
         self.leaf = ref(place) if isinstance(place, Tensor) and place.is_leaf else None
         self.tensor = ref(place) if isinstance(place, Tensor) and not place.is_leaf else None
-        self.version = place._version if isinstance(place, Tensor) else 0
+        self.version = version_of(place) if isinstance(place, Tensor) else 0
         self.below: Any = None  # the next lower node that has places, and which those are
         self.at_below: frozenset[int] = frozenset()
 
     def node(self) -> Any:
-        """This place's node, if it can be found without having held it."""
+        """This place's node, if it can be found without holding it."""
         if self.leaf is not None:
             leaf = self.leaf()
             return None if leaf is None else leaf_node(leaf)
         tensor = self.tensor() if self.tensor is not None else None
-        # Changed in place, the tensor has another node than the one the hook is on.
-        return tensor.grad_fn if tensor is not None and tensor._version == self.version else None
+        # A tensor that was changed in place has another node than the one with the hook.
+        return tensor.grad_fn if tensor is not None and version_of(tensor) == self.version else None
 
     def __call__(self, grad: Grad) -> None:
         self.group.arrive(self.index, grad)
@@ -135,12 +131,12 @@ class _Run:
         self.done = False
 
     def __call__(self) -> None:
-        """The engine has finished: hand over what has come, unless that was done."""
+        """The backward is over: call the function, unless that was done."""
         self.group.finish(self)
 
 
 class _Group:
-    """The places of one registration, and the backwards that are under way."""
+    """The places of one ``on_grads``, and the backwards that are under way."""
 
     def __init__(self, fn: Callable[..., Any], mode: str) -> None:
         self.fn, self.first_only = fn, mode == "any"
@@ -155,12 +151,12 @@ class _Group:
     def arrive(self, index: int, grad: Grad) -> None:
         if self.stopped:
             return
-        number = torch._C._current_graph_task_id()
+        number = current_graph_task()
         with self.lock:
             run = self.runs.get(number)
             if run is None:
                 run = _Run(self, set() if self.first_only else self.to_come(index))
-                torch.autograd.Variable._execution_engine.queue_callback(run)
+                at_end_of_backward(run)
                 self.runs[number] = run
             if run.done:
                 return
@@ -181,7 +177,7 @@ class _Group:
         self.fn(grad if self.first_only else tuple(grads))
 
     def to_come(self, here: int) -> set[int]:
-        """The places that this backward will reach, or that may be reached for all we can tell."""
+        """The places that this backward will reach, or may reach."""
         living = {watcher.index: watcher for known in self.watchers if (watcher := known()) is not None}
         held = {index: watcher.below for watcher in living.values() for index in watcher.at_below}
         expected = {here}
@@ -189,17 +185,6 @@ class _Group:
             node = held.get(index)
             if node is None:
                 node = watcher.node()
-            if node is None or will_run(node):
+            if node is None or will_execute(node):
                 expected.add(index)
         return expected
-
-
-def will_run(node: Any) -> bool:
-    """Whether a gradient will arrive at the node in the backward that is under way."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError as error:
-        # Of a leaf whose gradient autograd.grad was asked for, the engine refuses to say what that very refusal says.
-        if "autograd.grad" in str(error):
-            return True
-        raise

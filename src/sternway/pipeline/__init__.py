@@ -7,15 +7,16 @@ optimizer = torch.optim.AdamW(pipe.parameters())
 result = pipe.step(inputs, target=target)
 """
 
-from sternway.pipeline._build import partition
-from sternway.pipeline._dist import DistTransport
-from sternway.pipeline._microbatch import Chunk, Presplit, Replicate
 from sternway.pipeline._pipeline import Pipeline
-from sternway.pipeline._profile import Profile, profile
-from sternway.pipeline._result import StepResult
-from sternway.pipeline._saving import CheckpointWarning, Resumed, Saving
-from sternway.pipeline._stage import WithSkips
-from sternway.pipeline._transport import LocalTransport, Transport
+from sternway.pipeline.build._plan import partition
+from sternway.pipeline.build._profile import Profile, profile
+from sternway.pipeline.checkpoint._saving import CheckpointWarning, Resumed, Saving
+from sternway.pipeline.step._microbatch import Chunk, Presplit, Replicate
+from sternway.pipeline.step._result import StepResult
+from sternway.pipeline.step._stage import WithSkips
+from sternway.pipeline.transport._dist import DistTransport
+from sternway.pipeline.transport._local import LocalTransport
+from sternway.pipeline.transport._transport import Transport
 
 __all__ = [
     "CheckpointWarning",

@@ -1,38 +1,41 @@
-"""Stages, a schedule and a transport make a training step."""
+"""``Pipeline``: what a user holds. It builds the parts, and passes each call on to the one that does it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from sternway._bytes import show_bytes
+from sternway._torch import require
 from sternway.errors import PipelineError
-from sternway.pipeline import _report
-from sternway.pipeline._batch import cut_batch
-from sternway.pipeline._build import from_model, from_stages
-from sternway.pipeline._checkpoint import Checkpoints
-from sternway.pipeline._checks import check_alike, check_arguments, check_places, check_policy, checked_skips, digest
-from sternway.pipeline._clock import offsets
-from sternway.pipeline._dist import transport_of
-from sternway.pipeline._engine import Engine
-from sternway.pipeline._grads import DataParallel, add_ties, all_ties, check_norm, clip_norm, resolve_ties, square_norm
-from sternway.pipeline._held import Held
-from sternway.pipeline._microbatch import Chunk, ChunkSpec
-from sternway.pipeline._result import StepResult, collect, gather_timeline
-from sternway.pipeline._run import Routes
-from sternway.pipeline._saving import Resumed, Saving
-from sternway.pipeline._stage import LossFn, Stage
-from sternway.pipeline._transport import Transport
-from sternway.pipeline._trial import Policy, Trial
+from sternway.pipeline.build._checks import check_arguments, check_placement, checked_skips
+from sternway.pipeline.build._plan import BuildPlan, BuildRequest, make_plan
+from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest
+from sternway.pipeline.checkpoint._saving import Resumed, Saving
+from sternway.pipeline.faults._nonfinite import OnNonfinite, check_nonfinite
+from sternway.pipeline.faults._report import default_folder
+from sternway.pipeline.step._batch import Batch
+from sternway.pipeline.step._grads import DataParallel, Gradients, all_ties, check_norm, resolve_ties
+from sternway.pipeline.step._guard import Guard
+from sternway.pipeline.step._microbatch import Chunk, ChunkSpec
+from sternway.pipeline.step._result import StepResult
+from sternway.pipeline.step._runner import StepOptions, StepRunner, check_one_schedule
+from sternway.pipeline.step._stage import LossFn, Stage, named_parameters
+from sternway.pipeline.transport._clock import clock_offsets
+from sternway.pipeline.transport._dist import default_transport
+from sternway.pipeline.transport._facts import StepFacts, checksum
+from sternway.pipeline.transport._routes import Routes
+from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule
 
 
-class Pipeline(Held):
-    """A model trained across ranks, each holding some stages, in the order that a schedule says.
+class Pipeline:
+    """A model that is trained across ranks. Each rank holds some stages, and a schedule gives the order of work.
 
     Example, one process of several started by torchrun:
         >>> pipe = Pipeline(model, cuts="balanced", schedule="auto", n_microbatches=8,
@@ -42,27 +45,32 @@ class Pipeline(Held):
 
     Args:
         stages: this rank's stages as ``{index: module}``, or a whole model, of which each rank keeps its part.
-        schedule: a ``Schedule``, the name of one, or "auto": search for the costs of ``sample``.
-        loss_fn: ``loss_fn(output, target)``, one number, the mean over its rows; on the last stage's rank.
-        n_microbatches: into how many pieces a batch is cut; a ``Schedule`` knows.
+        schedule: a ``Schedule``, the name of one, or "auto" to search for the best one, given the costs of ``sample``.
+        loss_fn: ``loss_fn(output, target)`` returns the mean over the rows; used on the rank of the last stage.
+        n_microbatches: into how many microbatches a batch is cut; a ``Schedule`` knows its own number.
         cuts: for a whole model, the names of the modules at which stages begin, or "balanced".
-        sample: for a whole model, one microbatch to measure costs with, needed on the first rank.
-        sample_target: its target, for the loss to be measured too.
-        memory_limit: for "auto", how many microbatches' activations a rank may keep; twice the ranks, unless given.
-        ranks: the number of ranks; the transport's, unless given.
-        transport: ``DistTransport()`` over all processes, unless given.
-        tied: groups of parameter names that are one parameter: gradients are summed, values kept equal.
-        skips: ``{name: (from stage, to stage)}``: tensors that pass stages by; see ``WithSkips``.
+        sample: for a whole model, one microbatch to measure costs with; needed on the first rank only.
+        sample_target: its target, to measure the loss, too.
+        memory_limit: for "auto", how many microbatches' activations a rank may keep; twice the ranks by default.
+        ranks: the number of ranks; the transport's by default.
+        transport: ``DistTransport()`` over all processes by default.
+        tied: groups of names of parameters that are one parameter: gradients are summed, values kept equal.
+        skips: ``{name: (from stage, to stage)}`` for tensors that go to a stage after the next; see ``WithSkips``.
         mesh: a DeviceMesh with a "dp" dimension (copies of the pipeline) and a "pp" dimension (its ranks).
         chunk: how inputs and targets are cut: ``Chunk(dim)``, ``Presplit()`` or ``Replicate()``.
-        dynamic: stages' outputs may change shape from step to step though the batch does not.
-        saved: a policy of ``sternway.saved`` for what the stages save in F, or a function that makes one for a stage's
-            index; W of a split backward finds it still packed.
-        heartbeat_timeout: seconds without a sign of life after which a rank counts as lost on all others; 0: never.
-        reports: the folder for what a failed step leaves behind; see ``docs/survive.md``.
+        dynamic: the shapes of stages' outputs may change from step to step even if those of the batch do not.
+        saved: a policy of ``sternway.saved`` for what the stages save in F, or a function from a stage's index to one.
+        heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to watch for none.
+        reports: the folder for reports about failed steps; see ``docs/survive.md``.
+
+    Attributes:
+        schedule: the schedule of all ranks.
+        costs: those that the schedule was planned for.
+        stages: this process's, by index.
+        transport: carries the messages.
 
     Raises:
-        PipelineError: on every rank, if the parts do not fit together.
+        PipelineError: on every rank, if the arguments do not fit together.
     """
 
     def __init__(
@@ -87,54 +95,35 @@ class Pipeline(Held):
         heartbeat_timeout: float = 30,
         reports: str | Path | None = None,
     ) -> None:
-        check_arguments(stages, schedule, n_microbatches, ranks, transport, chunk, loss_fn, reports, mesh)
-        self.chunk = chunk
-        self.transport = transport or transport_of(mesh, dynamic, heartbeat_timeout)
+        require("pipeline")
+        check_arguments(
+            stages=stages, schedule=schedule, n_microbatches=n_microbatches, ranks=ranks, transport=transport,
+            chunk=chunk, loss_fn=loss_fn, reports=reports, mesh=mesh,
+        )  # fmt: skip
+        self.transport = transport or default_transport(mesh, dynamic, heartbeat_timeout)
         ranks = ranks or self.transport.ranks or (schedule.ranks if isinstance(schedule, Schedule) else 0)
         if not ranks:
-            raise PipelineError("a pipeline in one process is told its ranks", got="none", fix="pass ranks=")
-
-        def build() -> list[float]:
-            if isinstance(stages, Mapping):
-                self._built = from_stages(stages, schedule, ranks, n_microbatches, memory_limit)
-            else:
-                self._built = from_model(
-                    stages, cuts, schedule, ranks, n_microbatches, memory_limit, sample, loss_fn, sample_target,
-                    self.transport,
-                )  # fmt: skip
-            check_places(self._built, ranks, self.transport)
-            return [0, 0, digest(self._built.schedule.to_json())]
-
-        facts = self.transport.checked(build)
-        self.schedule, self.costs = self._built.schedule, self._built.costs
-        check_alike(facts, self.schedule)
-        last = self.schedule.num_stages - 1
-        self.stages = {
-            index: Stage(
-                index,
-                module,
-                is_last=index == last,
-                loss_fn=loss_fn if index == last else None,
-                saved=saved if saved is None or isinstance(saved, AbstractContextManager) else saved(index),
-            )
-            for index, module in sorted(self._built.modules.items())
-        }
-        self.ranks_here = self.transport.mine or tuple(range(ranks))
-        routes = Routes(
-            self.schedule.num_stages, checked_skips({} if skips is None else skips, self.schedule.num_stages)
+            raise PipelineError("a pipeline in one process needs the number of ranks", got="none", fix="pass ranks=")
+        request = BuildRequest(
+            stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target
         )
-        self._ties = resolve_ties(all_ties(tied, stages), self._named(), self.transport)
-        tied_here = {id(p) for tie in self._ties for p in tie.here}
-        self._late = [p for p in self.parameters() if id(p) in tied_here]
-        self._copies = DataParallel(self.transport.group_like(mesh.get_group("dp"))) if mesh is not None else None
-        self._offsets = offsets(self.transport, ranks)
+        self._plan = _agreed_plan(request, self.transport)
+        self.schedule, self.costs = self._plan.schedule, self._plan.costs
+        self.stages = _stages(self._plan, loss_fn, saved)
+        ranks_here = self.transport.mine or tuple(range(ranks))
+        routes = Routes(self.schedule.num_stages, checked_skips(skips, self.schedule.num_stages))
+        placement = {rank: self.schedule.placement[rank] for rank in ranks_here}
+        self._ties = resolve_ties(all_ties(tied, stages), self.stages, placement, self.transport)
+        copies = None if mesh is None else DataParallel(self.transport.group_like(mesh.get_group("dp")))
+        self._gradients = Gradients(self.stages, self._ties, self.transport, ranks, copies)
+        self._guard = Guard(self.transport, ranks_here[0], Path(reports or default_folder()))
+        self._runner = StepRunner(
+            self.stages, self.schedule, routes, self.transport, ranks_here, self._gradients, self._guard,
+            chunk, clock_offsets(self.transport, ranks), self.costs.memory_after_I,
+        )  # fmt: skip
         self._whole_names = isinstance(stages, nn.Module)
         self._everyone = None if mesh is None else mesh.mesh.flatten().tolist()
         self._saves: Checkpoints | None = None
-        self._engine = Engine(
-            self.stages, self.schedule, routes, self.transport, self.ranks_here,
-            self._weights_done, self._finish_gradients, Path(reports or _report.default_folder()),
-        )  # fmt: skip
 
     # The step
 
@@ -146,46 +135,31 @@ class Pipeline(Held):
         loss_everywhere: bool = False,
         return_outputs: bool = False,
         record: bool = True,
-        nonfinite: Policy | None = None,
+        nonfinite: OnNonfinite | None = None,
         **keywords: Any,
     ) -> StepResult:
-        """Forward and backward of one batch; gradients are added to ``.grad``, equal to the whole batch's.
+        """Run the forward and backward of one batch. Gradients are added to ``.grad``, as for the whole batch at once.
 
         Args:
-            inputs: the first stage's arguments, needed on its rank only.
-            target: for the loss, needed on the last stage's rank only.
-            stage_kwargs: keyword arguments for every stage, given on every rank.
-            loss_everywhere: give every rank the loss.
-            return_outputs: give the last stage's rank the outputs.
-            record: bring every rank's times together as ``result.timeline``.
-            nonfinite: where any rank's gradients are not finite, "raise" on all, or "skip": take all gradients away, so
-                that the optimizer does nothing. All ranks wait for that; ``optimizer_step`` does it without.
-            keywords: the first stage's keyword arguments.
+            inputs: the arguments of the first stage; needed on its rank only.
+            target: the target of the loss; needed on the rank of the last stage only.
+            stage_kwargs: keyword arguments for every stage; needed on every rank.
+            loss_everywhere: return the loss on every rank.
+            return_outputs: return the outputs, on the rank of the last stage.
+            record: return what every rank ran and when, as ``result.timeline``.
+            nonfinite: what to do if the gradients of any rank are not finite: "raise" on all ranks, or "skip", which
+                sets all gradients to None, so that the optimizer does nothing. All ranks wait for each other to find
+                out; ``optimizer_step`` does not.
+            keywords: keyword arguments of the first stage.
 
         Raises:
-            PipelineError: on every rank, if any rank fails; the pipeline is closed then.
-            LostRankError: on every other rank, if one dies, is stopped or fails.
-            NonfiniteError: on every rank, if that was asked for; the pipeline goes on.
+            PipelineError: on every rank, if the step fails on any. The pipeline is closed then.
+            LostRankError: on every other rank, if one dies, is stopped or fails. The pipeline is closed then.
+            NonfiniteError: on every rank, with ``nonfinite="raise"``. The pipeline can still be used.
         """
-        check_policy(nonfinite)
-        engine = self._engine
-        batch = engine.begin(
-            lambda: cut_batch(self.stages, self.schedule, self.chunk, inputs, keywords, target, stage_kwargs, True),
-            True,
-        )
-        with engine.guarded():
-            times = engine.run(batch, True, return_outputs)
-            loss, outputs = collect(self.stages, self.schedule, self.transport, loss_everywhere, return_outputs)
-            timeline = None
-            if record:
-                memory = self.costs.memory_after_I
-                timeline = gather_timeline(self.schedule, self.transport, times, self._offsets, memory)
-            fit = nonfinite is None or engine.finite(
-                bool(torch.isfinite(square_norm([*self.parameters()], self._ties)))
-            )
-        engine.steps += 1
-        origin = None if fit or nonfinite is None else engine.reject(nonfinite)
-        return StepResult(loss, outputs, timeline, origin)
+        check_nonfinite(nonfinite, optional=True)
+        options = StepOptions(True, loss_everywhere, return_outputs, record, nonfinite)
+        return self._runner.step(Batch(inputs, keywords, target, stage_kwargs), options)
 
     def evaluate(
         self,
@@ -196,69 +170,91 @@ class Pipeline(Held):
         return_outputs: bool = True,
         **keywords: Any,
     ) -> StepResult:
-        """Forward alone, without gradients; the arguments are ``step``'s."""
-        batch = self._engine.begin(
-            lambda: cut_batch(self.stages, self.schedule, self.chunk, inputs, keywords, target, stage_kwargs, False),
-            False,
-        )
-        with self._engine.guarded():
-            self._engine.run(batch, False, return_outputs)
-            loss, outputs = collect(self.stages, self.schedule, self.transport, loss_everywhere, return_outputs)
-        return StepResult(loss, outputs, None)
-
-    def _weights_done(self, stage: Stage) -> None:
-        if self._copies is not None:
-            late = {id(p) for p in self._late}
-            self._copies.start([p for p in stage.module.parameters() if id(p) not in late])
-
-    def _finish_gradients(self) -> None:
-        add_ties(self._ties, self.transport)
-        if self._copies is not None:
-            self._copies.start(self._late)
-            self._copies.finish()
+        """Run the forward alone, without gradients. The arguments are those of ``step``."""
+        options = StepOptions(False, loss_everywhere, return_outputs)
+        return self._runner.step(Batch(inputs, keywords, target, stage_kwargs), options)
 
     # The optimizer
 
     def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None, nonfinite: Policy = "raise"
+        self, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None, nonfinite: OnNonfinite = "raise"
     ) -> None:
-        """Take an optimizer step at once, without waiting for the other ranks; gradients are taken away.
+        """Take an optimizer step without waiting for the other ranks, and set the gradients to None.
 
-        Whether all ranks' gradients were finite, and their norm at most ``max_norm``, turns out when the next step
-        begins (or ``settle`` is called): what was wrong is then undone, to the bit, and taken again with smaller
-        gradients, or skipped, or raised. Costs a copy of parameters and optimizer state until then.
+        Whether the gradients of all ranks were finite, and their norm at most ``max_norm``, is known when the next step
+        begins (or ``settle`` is called). If not, the step is undone exactly, and then repeated with clipped gradients,
+        skipped, or raised. Until then, copies of the parameters and of the optimizer's state are kept.
 
         Args:
             optimizer: made from ``pipe.parameters()``.
-            max_norm: the norm of all ranks' gradients that is not to be exceeded, as by ``clip_grad_norm_``.
-            nonfinite: "raise" a ``NonfiniteError`` on all ranks, or "skip" the step; ``pipe.skipped`` counts.
+            max_norm: clip the gradients of all ranks to this norm, as ``clip_grad_norm_`` does.
+            nonfinite: "raise" a ``NonfiniteError`` on all ranks, or "skip" the step; ``pipe.skipped`` counts these.
         """
-        check_policy(nonfinite, optional=False)
+        check_nonfinite(nonfinite, optional=False)
         if max_norm is not None:
             check_norm(max_norm)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise PipelineError("an optimizer takes the step", got=type(optimizer).__name__, fix="pass an optimizer")
-        self._engine.settle()
-        square = square_norm(list(self.parameters()), self._ties)
-        self._engine.trial = Trial(optimizer, square, max_norm, nonfinite)
+            raise PipelineError(
+                "optimizer must be a torch.optim.Optimizer", got=type(optimizer).__name__, fix="pass one"
+            )
+        self._runner.optimizer_step(optimizer, max_norm, nonfinite)
 
     def settle(self) -> None:
-        """Agree on the last ``optimizer_step`` now, on every rank: before parameters are looked at, say."""
-        self._engine.settle()
+        """Agree on the last ``optimizer_step`` now, on every rank. Call it before you look at parameters."""
+        self._runner.settle()
 
     @property
     def skipped(self) -> int:
         """How many steps were dropped because gradients were not finite."""
-        return self._engine.skipped
+        return self._runner.skipped
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all ranks' gradients so that their norm together is at most ``max_norm``; the norm before."""
+        """Scale the gradients so that their norm over all ranks is at most ``max_norm``; returns the norm before."""
+        return self._gradients.clip(max_norm)
 
-        def add(square: Tensor) -> None:
-            if self.transport.mine:
-                self.transport.add([square], range(self.schedule.ranks))
+    # Parameters and buffers of this process
 
-        return clip_norm(list(self.parameters()), self._ties, max_norm, add)
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters, by their names in the whole model if that was passed."""
+        return named_parameters(self.stages)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This process's parameters, for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This process's parameters and buffers by name."""
+        return {name: value for stage in self.stages.values() for name, value in stage.module.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load this process's parameters and buffers from ``state``, which may be that of the whole model."""
+        PipelineError.unless(isinstance(state, Mapping), "state must be a dict of tensors by name", state, "pass one")
+        for stage in self.stages.values():
+            own = stage.module.state_dict()
+            missing = sorted(own.keys() - state.keys())
+            if missing:
+                raise PipelineError(
+                    "state must have every parameter of this rank",
+                    got=f"none for {missing[0]}",
+                    fix="pass the state of the same model",
+                )
+            try:
+                stage.module.load_state_dict({name: state[name] for name in own})
+            except (RuntimeError, TypeError, AttributeError) as error:
+                got = f"{type(error).__name__}: {error}"
+                raise PipelineError(
+                    "state must fit the model", got=got, fix="pass the state of the same model"
+                ) from None
+
+    def train(self, mode: bool = True) -> Self:
+        """Set this process's modules to training mode, as ``nn.Module.train``."""
+        for stage in self.stages.values():
+            stage.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set this process's modules to evaluation mode, as ``nn.Module.eval``."""
+        return self.train(False)
 
     # Checkpoints
 
@@ -273,27 +269,28 @@ class Pipeline(Held):
         keep: int | None = None,
         wait: bool = True,
     ) -> Saving:
-        """Write a checkpoint of everything that training goes on from; called on every rank.
+        """Write a checkpoint of everything that training needs to continue. Call it on every rank.
 
-        It is whole or not there: a run that dies while writing leaves the one before. Tensors are kept under the whole
-        model's names by torch.distributed.checkpoint: other numbers of ranks, schedules and programs can read them.
+        A checkpoint is complete or not there: a run that dies while writing leaves the one before. Tensors are saved
+        under their names in the whole model by torch.distributed.checkpoint, so they can be loaded with any number of
+        ranks and any schedule, and by other programs.
 
         Args:
-            directory: where checkpoints are, one folder ``step-…`` for each.
-            optimizer: saved too, by parameter name.
+            directory: the folder for checkpoints; each is a folder ``step-…`` in it.
+            optimizer: saved, too, by parameter name.
             step: how many steps are done.
             scheduler: a learning rate scheduler, or anything else with ``state_dict`` and ``load_state_dict``.
             data: the position in the data: numbers, text, tensors and containers of them.
-            keep: how many checkpoints to keep; all, unless given.
-            wait: until it is written. If not, training waits for a copy to the CPU only, and a thread writes that;
-                the next ``save``, ``resume`` or ``close`` waits for it, and raises what went wrong.
+            keep: how many checkpoints to keep; all by default.
+            wait: return when it is written. If False, training waits only for a copy to the CPU, which a thread writes;
+                the next ``save``, ``resume`` or ``close`` waits for the thread, and raises what went wrong.
 
         Raises:
             CheckpointError: on every rank, if one could not write its part.
         """
-        self._engine.settle()
-        with self._engine.alone():
-            return self._checkpoints().save(directory, optimizer, step, scheduler, data, keep, wait)
+        self._runner.settle()
+        with self._guard.other_ranks():
+            return self._checkpoints().save(SaveRequest(directory, optimizer, step, scheduler, data, keep), wait)
 
     def resume(
         self,
@@ -303,29 +300,28 @@ class Pipeline(Held):
         scheduler: Any = None,
         step: int | None = None,
     ) -> Resumed | None:
-        """Go on from the newest whole checkpoint, on every rank; None if there is none at all.
+        """Load the newest intact checkpoint, on every rank; None if there is no checkpoint.
 
-        One that is damaged is passed over with a ``CheckpointWarning``. Random numbers go on, too.
+        One that is damaged is skipped with a ``CheckpointWarning``. The random number generators are restored, too.
 
         Args:
-            directory: what ``save`` was given.
-            optimizer: filled if given.
-            scheduler: filled if given.
-            step: the checkpoint of this step and no other.
+            directory: what was passed to ``save``.
+            optimizer: loaded, if given.
+            scheduler: loaded, if given.
+            step: load the checkpoint of this step and no other.
 
         Raises:
-            CheckpointError: on every rank, if there are checkpoints but none is whole, or the model does not fit.
+            CheckpointError: on every rank, if there are checkpoints but none is intact, or they do not fit the model.
         """
-        self._engine.settle()
-        with self._engine.alone():
+        self._runner.settle()
+        with self._guard.other_ranks():
             found = self._checkpoints().resume(directory, optimizer, scheduler, step)
         if found is not None:
-            self._engine.steps = found.step
+            self._runner.continue_from(found.step)
         return found
 
     def _checkpoints(self) -> Checkpoints:
-        if self._engine.closed:
-            raise PipelineError("a pipeline that failed is closed", got="a checkpoint", fix="build it again")
+        self._guard.check_open("a checkpoint")
         if self._saves is None:
             ties = {name: tie.names for tie in self._ties for name in tie.names}
             modules = {index: stage.module for index, stage in self.stages.items()}
@@ -334,11 +330,60 @@ class Pipeline(Held):
         return self._saves
 
     def close(self) -> None:
-        """Finish what is under way and give back the process groups. The pipeline is of no use afterwards."""
-        if not self._engine.closed:
-            self._engine.settle()
+        """Finish what is in progress, and destroy the process groups. The pipeline cannot be used afterwards."""
+        if not self._guard.closed:
+            self._runner.settle()
             if self._saves is not None:
-                with self._engine.alone():
+                with self._guard.other_ranks():
                     self._saves.finish()
-            self._engine.closed = True
-            self.transport.close()
+            self._guard.close()
+
+    def __repr__(self) -> str:
+        schedule, plan = self.schedule, self._plan
+        mine, size = self.transport.mine, show_bytes(sum(p.nbytes for p in self.parameters()))
+        here = f"rank {mine[0]}, stages {', '.join(map(str, self.stages))}" if mine else "all ranks"
+        lines = [f"Pipeline of {schedule.num_stages} stages on {schedule.ranks} ranks"]
+        lines.append(f"  schedule  {schedule.name}, {schedule.n_microbatches} microbatches")
+        if plan.cuts is not None:
+            lines.append(f"  cuts      {', '.join(plan.cuts) or 'none'}")
+        lines.append(f"  here      {here}: {size} of parameters")
+        timeline, peaks = schedule.simulate(plan.costs), plan.peak_bytes()
+        if peaks is None:
+            lines.append(f"  planned   bubble {timeline.bubble_rate:.1%}, if F, I and W take equally long")
+        else:
+            lines.append(
+                f"  planned   {1e3 * timeline.makespan:.2f} ms, bubble {timeline.bubble_rate:.1%}, "
+                f"activations of at most {show_bytes(max(peaks))} on a rank"
+            )
+        return "\n".join(lines)
+
+
+def _agreed_plan(request: BuildRequest, transport: Transport) -> BuildPlan:
+    """The plan for this process, if all ranks have one, with the same schedule."""
+    made: list[BuildPlan] = []
+
+    def prepare() -> StepFacts:
+        made.append(make_plan(request, transport))
+        check_placement(made[0], request.ranks, transport)
+        return StepFacts(checksum(made[0].schedule.to_json()))
+
+    check_one_schedule(transport.exchange(prepare), made[0].schedule)
+    return made[0]
+
+
+def _stages(
+    plan: BuildPlan,
+    loss_fn: LossFn | None,
+    saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None,
+) -> dict[int, Stage]:
+    last = plan.schedule.num_stages - 1
+    return {
+        index: Stage(
+            index,
+            module,
+            is_last=index == last,
+            loss_fn=loss_fn if index == last else None,
+            saved=saved if saved is None or isinstance(saved, AbstractContextManager) else saved(index),
+        )
+        for index, module in sorted(plan.modules.items())
+    }

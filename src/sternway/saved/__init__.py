@@ -1,5 +1,14 @@
 """What autograd keeps between forward and backward, and where: policies that compose.
 
+    policies/     one policy a file: offload, compress, mutable, recompute, keep, hooks, forbid
+    _policy       the stack of policies that are active in a thread
+    _pack         the pair of hooks that torch calls, which asks that stack
+    _slot         one storage, saved once however many tensors share it
+    _content      the bytes of a slot, and where they are
+    _offloader    which bytes go, stay and come back, and when; _round: one step of it; _plan: what it learns
+    stores/       where bytes go: the host's memory, a disk
+    _report       what was done, by module (_modules)
+
 Example:
     >>> import torch
     >>> from sternway import saved
@@ -11,14 +20,16 @@ Example:
     3.9
 """
 
-from sternway.saved._compress import Compress, compress
-from sternway.saved._forbid import forbid
-from sternway.saved._mutable import Mutable, mutable
-from sternway.saved._offload import Offload, offload
 from sternway.saved._pack import Packed
-from sternway.saved._policy import Hooks, Policy, keep
-from sternway.saved._recompute import recompute
+from sternway.saved._policy import Policy
 from sternway.saved._report import ModuleRow, Report
+from sternway.saved.policies._compress import Compress, compress
+from sternway.saved.policies._forbid import forbid
+from sternway.saved.policies._hooks import Hooks
+from sternway.saved.policies._keep import keep
+from sternway.saved.policies._mutable import Mutable, mutable
+from sternway.saved.policies._offload import Offload, offload
+from sternway.saved.policies._recompute import recompute
 
 __all__ = [
     "Compress",

@@ -1,16 +1,17 @@
-"""What the policies did: per module and in total."""
+"""What the policies did, by module and in total."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 from sternway._bytes import show_bytes
-from sternway.saved._ticket import Wait
+from sternway.saved.stores._copies import Wait
 
-_MANY = 512  # waits that are put aside before those that are over are added up
+_MANY = 512  # waits to collect before the times of those that are over are added up
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,31 +19,58 @@ class ModuleRow:
     """What became of the tensors that one module saved.
 
     Without a codec ``packed_bytes = moved_bytes + kept_bytes + sum(skipped.values())``.
+
+    Attributes:
+        module: its name; empty outside of all modules.
+        packs: how many tensors it saved.
+        packed_bytes: bytes of the storages that it saved, each counted once.
+        moved_bytes: bytes of these that went to a store.
+        kept_bytes: bytes that stayed on the device because the budget allowed it.
+        deduplicated_bytes: bytes that were saved again while their storage was saved already.
+        skipped: bytes that the policies left alone, by reason.
+        encoded_from: bytes before a codec.
+        encoded_to: bytes after it.
+        stall_seconds: how long the computation waited for copies.
     """
 
     module: str
     packs: int
-    packed_bytes: int  # storages saved, each once
-    moved_bytes: int  # that went to a store
-    kept_bytes: int  # that stayed on the device because the budget let them
-    deduplicated_bytes: int  # saved again while their storage was there already
-    skipped: dict[str, int]  # bytes that a policy left as they were, by reason
-    encoded_from: int  # bytes before and after a codec
+    packed_bytes: int
+    moved_bytes: int
+    kept_bytes: int
+    deduplicated_bytes: int
+    skipped: dict[str, int]
+    encoded_from: int
     encoded_to: int
-    stall_seconds: float  # waited for copies
+    stall_seconds: float
 
     @property
     def ratio(self) -> float:
-        """How many times smaller the codecs made what they were given; 1 if nothing."""
+        """How many times smaller the codecs made what they encoded; 1 if nothing."""
         return self.encoded_from / self.encoded_to if self.encoded_to else 1.0
+
+    def _cells(self) -> list[str]:
+        return [
+            self.module or "(no module)",
+            str(self.packs),
+            show_bytes(self.packed_bytes),
+            show_bytes(self.moved_bytes),
+            show_bytes(self.kept_bytes),
+            show_bytes(self.deduplicated_bytes),
+            f"{self.ratio:.1f}" if self.encoded_to else "",
+            f"{1000 * self.stall_seconds:.1f} ms" if self.stall_seconds else "",
+            ", ".join(f"{reason} {show_bytes(size)}" for reason, size in self.skipped.items()),
+        ]
 
 
 @dataclass(slots=True)
 class Line:
-    """One module's counters, while they count."""
+    """One module's counters. Only their own methods change them, under the report's lock."""
 
     module: str
-    report: Report
+    lock: threading.RLock
+    hold: Callable[[int], None]
+    """So many bytes more, or fewer, are on the device."""
     packs: int = 0
     packed: int = 0
     moved: int = 0
@@ -55,22 +83,22 @@ class Line:
     waits: list[Wait] = field(default_factory=list)
 
     def skip(self, reason: str, size: int) -> None:
-        with self.report.lock:
+        with self.lock:
             self.packs += 1
             self.packed += size
             self.skipped[reason] += size
 
     def no_room(self, size: int) -> None:
-        with self.report.lock:
+        with self.lock:
             self.skipped["no room"] += size
 
     def again(self, size: int) -> None:
-        with self.report.lock:
+        with self.lock:
             self.packs += 1
             self.deduplicated += size
 
     def new(self, raw: int, size: int, encoded: bool) -> None:
-        with self.report.lock:
+        with self.lock:
             self.packs += 1
             self.packed += raw
             if encoded:
@@ -78,34 +106,27 @@ class Line:
                 self.encoded_to += size
 
     def stay(self, size: int) -> None:
-        with self.report.lock:
+        with self.lock:
             self.kept += size
 
     def move(self, size: int) -> None:
-        with self.report.lock:
+        with self.lock:
             self.moved += size
-
-    def hold(self, change: int) -> None:
-        """So many bytes more, or fewer, are on the device."""
-        report = self.report
-        with report.lock:
-            report.held += change
-            report.peak = max(report.peak, report.held)
 
     def wait(self, wait: Wait | None) -> None:
         if wait is not None:
-            with self.report.lock:
+            with self.lock:
                 self.waits.append(wait)
                 if len(self.waits) > _MANY:
                     self.settle([wait for wait in self.waits if wait.over()])
 
     def settle(self, waits: list[Wait]) -> None:
-        """Add up waits; one that is not over is waited for."""
+        """Add up the times of waits; blocks until they are known."""
         self.seconds += sum(wait.seconds() for wait in waits)
         self.waits = [wait for wait in self.waits if wait not in waits]
 
     def row(self) -> ModuleRow:
-        with self.report.lock:
+        with self.lock:
             self.settle(self.waits)
             return ModuleRow(
                 module=self.module,
@@ -122,9 +143,9 @@ class Line:
 
 
 class Report:
-    """What became of everything saved in a ``with`` block; it goes on counting until the backward is over.
+    """What became of everything that was saved in a ``with`` block; it counts until the backward is over.
 
-    Policies nested in one another share one report.
+    Nested policies share one report. ``print(report)`` shows a table.
 
     Example:
         >>> from sternway import saved
@@ -138,15 +159,21 @@ class Report:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.held = self.peak = 0
+        self._lock = threading.RLock()
+        self._held = self._peak = 0
         self._lines: dict[str, Line] = {}
 
     def line(self, module: str) -> Line:
-        with self.lock:
+        """The counters of one module."""
+        with self._lock:
             if module not in self._lines:
-                self._lines[module] = Line(module, self)
+                self._lines[module] = Line(module, self._lock, self._hold)
             return self._lines[module]
+
+    def _hold(self, change: int) -> None:
+        with self._lock:
+            self._held += change
+            self._peak = max(self._peak, self._held)
 
     @property
     def modules(self) -> tuple[ModuleRow, ...]:
@@ -175,33 +202,38 @@ class Report:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that stayed on the device because the budget let them."""
+        """Bytes that stayed on the device because the budget allowed it."""
         return self.total.kept_bytes
 
     @property
     def deduplicated_bytes(self) -> int:
-        """Bytes saved again while their storage was there already."""
+        """Bytes that were saved again while their storage was saved already."""
         return self.total.deduplicated_bytes
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Bytes that no policy touched, by reason."""
+        """Bytes that the policies left alone, by reason."""
         return self.total.skipped
 
     @property
     def ratio(self) -> float:
-        """How many times smaller the codecs made what they were given."""
+        """How many times smaller the codecs made what they encoded."""
         return self.total.ratio
 
     @property
     def stall_seconds(self) -> float:
-        """Time that the computation waited for copies."""
+        """How long the computation waited for copies."""
         return self.total.stall_seconds
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes on the device now, of what the policies did not skip."""
+        return self._held
+
+    @property
     def peak_bytes(self) -> int:
-        """The most that was on the device at once of what the policies had in hand; what they skipped is not in it."""
-        return self.peak
+        """The most bytes that were on the device at once, of what the policies did not skip."""
+        return self._peak
 
     def to_json(self) -> str:
         """Everything, as one JSON object."""
@@ -212,21 +244,32 @@ class Report:
         }
         return json.dumps(record)
 
+    def cells(self) -> list[list[str]]:
+        """The table's text: a header, a line for each module, and the total."""
+        return [list(_HEADER), *(row._cells() for row in (*self.modules, self.total))]
+
     def table(self) -> str:
-        """The rows as plain text; `sternway saved` shows them in colour."""
-        lines = [list(HEADER), *(cells(row) for row in self.modules), cells(self.total)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
+        """A table in plain text: a line for each module, the total, and the peak."""
+        lines = self.cells()
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         shown = [
             "  ".join(
-                cell.ljust(width) if column in (0, len(HEADER) - 1) else cell.rjust(width)
+                cell.ljust(width) if column in (0, len(widths) - 1) else cell.rjust(width)
                 for column, (cell, width) in enumerate(zip(line, widths, strict=True))
             ).rstrip()
             for line in lines
         ]
         return "\n".join([*shown, f"peak on the device: {show_bytes(self.peak_bytes)}"])
 
+    def __str__(self) -> str:
+        return self.table()
+
     def __repr__(self) -> str:
-        return f"Report({show_bytes(self.packed_bytes)} packed, {show_bytes(self.moved_bytes)} moved)"
+        total = self.total
+        parts = [f"{show_bytes(total.packed_bytes)} packed", f"{show_bytes(total.moved_bytes)} moved"]
+        if total.encoded_to:
+            parts.append(f"encoded {total.ratio:.1f} times smaller")
+        return f"Report({', '.join(parts)}, peak {show_bytes(self.peak_bytes)})"
 
 
 _COUNTS = (
@@ -239,19 +282,4 @@ _COUNTS = (
     "encoded_to",
     "stall_seconds",
 )
-HEADER = ("module", "packs", "packed", "moved", "kept", "again", "ratio", "stalled", "skipped")
-
-
-def cells(row: ModuleRow) -> list[str]:
-    """One row, to be read."""
-    return [
-        row.module or "(no module)",
-        str(row.packs),
-        show_bytes(row.packed_bytes),
-        show_bytes(row.moved_bytes),
-        show_bytes(row.kept_bytes),
-        show_bytes(row.deduplicated_bytes),
-        f"{row.ratio:.1f}" if row.encoded_to else "",
-        f"{1000 * row.stall_seconds:.1f} ms" if row.stall_seconds else "",
-        ", ".join(f"{reason} {show_bytes(size)}" for reason, size in row.skipped.items()),
-    ]
+_HEADER = ("module", "packs", "packed", "moved", "kept", "again", "ratio", "stalled", "skipped")

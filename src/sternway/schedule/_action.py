@@ -1,12 +1,12 @@
 """What one rank does at one step: an action, or two of them overlapped.
 
     F   forward of one microbatch through one stage
-    I   backward to the stage's input: the half the previous stage waits for
-    W   backward to the stage's weights: the half nobody waits for
-    B   the whole backward, I and W as one
+    I   backward to the stage's input: the half that the previous stage waits for
+    W   backward to the stage's weights: the half that no other stage waits for
+    B   the whole backward, I and W in one
 
-The text forms are the ones torch.distributed.pipelining prints, so that its files are readable as they are:
-``2F0`` is stage 2, forward, microbatch 0; ``(0F3;7B1)OVERLAP_F_B`` runs two actions at once.
+The text forms are those of torch.distributed.pipelining, so that its files can be read: ``2F0`` is stage 2, forward,
+microbatch 0; ``(0F3;7B1)OVERLAP_F_B`` runs two actions at once.
 """
 
 import re
@@ -40,18 +40,18 @@ class Action:
 
     def __post_init__(self) -> None:
         if type(self.stage) is not int or type(self.microbatch) is not int or not isinstance(self.op, str):
-            raise ScheduleError("an action has a stage, an op and a microbatch", got=repr(self), fix=_FORM)
+            raise ScheduleError("an action must have a stage, an op and a microbatch", got=repr(self), fix=_FORM)
         if self.op not in OPS:
-            raise ScheduleError("an action's op is F, I, W or B", got=repr(self.op), fix=_FORM)
+            raise ScheduleError("an action's op must be F, I, W or B", got=repr(self.op), fix=_FORM)
         if self.stage < 0 or self.microbatch < 0:
-            raise ScheduleError("stages and microbatches count from 0", got=str(self), fix=_FORM)
+            raise ScheduleError("stages and microbatches must be 0 or more", got=str(self), fix=_FORM)
 
     def __str__(self) -> str:
         return f"{self.stage}{self.op}{self.microbatch}"
 
     @property
     def actions(self) -> tuple["Action", ...]:
-        """Itself: a step of a schedule is an action or an ``Overlap`` of two, and each has its ``actions``."""
+        """The action itself: a step of a schedule is an action or an ``Overlap``, and both have ``actions``."""
         return (self,)
 
     @property
@@ -61,23 +61,23 @@ class Action:
 
     @staticmethod
     def parse(text: str) -> "Action":
-        """Read what ``str(action)`` wrote, and nothing else.
+        """Read the text that ``str(action)`` wrote.
 
         Raises:
-            ScheduleError: anything before, after or in place of the three parts.
+            ScheduleError: the text is anything else.
         """
         match = _ACTION.fullmatch(text) if isinstance(text, str) else None
         if match is None:
-            raise ScheduleError("an action reads as stage, op, microbatch", got=repr(text), fix=_FORM)
+            raise ScheduleError("an action must be written as stage, op, microbatch", got=repr(text), fix=_FORM)
         stage, op, microbatch = match.groups()
         if max(len(stage), len(microbatch)) > 9:
-            raise ScheduleError("stages and microbatches have at most nine digits", got=text[:40], fix=_FORM)
+            raise ScheduleError("stages and microbatches must have at most nine digits", got=text[:40], fix=_FORM)
         return Action(int(stage), op, int(microbatch))  # type: ignore[arg-type]  # the regex allows only Op
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A forward and a whole backward that one rank runs at once, each hiding the other's communication.
+    """A forward and a whole backward that one rank runs at once; each hides the communication of the other.
 
     Example:
         >>> pair = Overlap(forward=Action(0, "F", 3), backward=Action(7, "B", 1))
@@ -93,7 +93,7 @@ class Overlap:
     def __post_init__(self) -> None:
         if self.forward.op != "F" or self.backward.op != "B":
             raise ScheduleError(
-                "an overlapped pair is one F and one B, in that order",
+                "an overlapped pair must be one F and one B, in that order",
                 got=str(self),
                 fix="pair a forward with a whole backward, such as (0F3;7B1)OVERLAP_F_B",
             )
@@ -108,11 +108,11 @@ class Overlap:
 
     @staticmethod
     def parse(text: str) -> "Overlap":
-        """Read what ``str(overlap)`` wrote, and nothing else."""
+        """Read the text that ``str(overlap)`` wrote."""
         match = _OVERLAP.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ScheduleError(
-                "an overlapped pair reads as (F;B)OVERLAP_F_B",
+                "an overlapped pair must be written as (F;B)OVERLAP_F_B",
                 got=repr(text),
                 fix="write two actions, such as (0F3;7B1)OVERLAP_F_B",
             )

@@ -1,12 +1,12 @@
-"""How long each action takes and how much it keeps: the measured side of a plan.
+"""How long each action takes and how much memory it keeps.
 
-A cost is for ONE microbatch through ONE rank's whole share of the model, so that schedules with one stage a
-rank and with several compare on the same work: of a rank's v stages, each costs 1/v. Stages that are
-not equal are given one number each, and those are used as they are.
+A cost is for ONE microbatch through ONE rank's whole share of the model, so that schedules with one stage per rank and
+with several compare on the same work: each of a rank's v stages costs 1/v. For unequal stages, pass one number for each
+stage; those are used unchanged.
 
-Memory is in units of what one microbatch's forward keeps on one rank. Of a rank's v stages, each
+Memory is in units of what one microbatch's forward keeps on one rank. For each of a rank's v stages,
 
-    F  adds 1/v          I  leaves memory_after_I/v          W  (or B)  leaves 0
+    F adds 1/v,    I leaves memory_after_I/v,    W (or B) leaves 0.
 """
 
 import math
@@ -18,10 +18,13 @@ from sternway.errors import ScheduleError
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 
+EPSILON = 1e-9
+"""Amounts of memory, and times as fractions of a rank's work, count as equal if they differ by no more: rounding."""
+
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """Costs resolved for a placement: one number for each stage.
+    """Costs for one placement: one number for each stage.
 
     ``keeps[s]`` is what F of stage s adds to its rank's memory, ``keeps_after_i[s]`` what I leaves of it.
     """
@@ -36,14 +39,11 @@ class StageCosts:
 
     def of(self, op: str, stage: int) -> float:
         """Return the time that ``op`` of ``stage`` takes."""
-        if op == "F":
-            return self.F[stage]
-        if op == "I":
-            return self.I[stage]
-        return self.W[stage] if op == "W" else self.B[stage]
+        times: tuple[float, ...] = getattr(self, op)
+        return times[stage]
 
     def joined(self) -> "StageCosts":
-        """Return costs at which I and W, apart, take together what B does, wherever that is less."""
+        """Return costs in which I and W together take no longer than B."""
         i, w = [], []
         for apart_i, apart_w, b in zip(self.I, self.W, self.B, strict=True):
             gains = b < apart_i + apart_w
@@ -58,21 +58,21 @@ class Costs:
 
     Example:
         >>> costs = Costs(F=2.0, I=2.0, W=1.0, comm=0.1)
-        >>> costs.per_stage(((0, 3), (1, 2))).F          # two stages a rank: each costs half
+        >>> costs.per_stage(((0, 3), (1, 2))).F          # two stages per rank: each costs half
         (1.0, 1.0, 1.0, 1.0)
-        >>> Costs(F=[1.0, 3.0]).per_stage(((0,), (1,))).F     # uneven stages: one number each, used as it is
+        >>> Costs(F=[1.0, 3.0]).per_stage(((0,), (1,))).F     # unequal stages: one number each, used unchanged
         (1.0, 3.0)
 
     Args:
-        F: forward; one number, or one for each stage.
-        I: backward to the input; likewise.
-        W: backward to the weights; likewise.
-        B: a whole backward; likewise. I + W, unless given: in one piece it may cost less.
-        comm: from the end of an action to its result's arrival at another rank. Nothing within a rank.
-        memory_after_I: what I leaves of what F kept, until W: 1 is all of it, 0 nothing.
+        F: time of a forward; one number, or one for each stage.
+        I: time of a backward to the input; one number, or one for each stage.
+        W: time of a backward to the weights; one number, or one for each stage.
+        B: time of a whole backward; one number, or one for each stage. I + W unless given; one call may cost less.
+        comm: from the end of an action until another rank has its result. Within a rank this takes no time.
+        memory_after_I: the fraction of what F kept that is still kept between I and W.
 
     Raises:
-        ScheduleError: a cost that is negative or not finite, or sequences of different lengths.
+        ScheduleError: a cost is negative or not finite, or sequences have different lengths.
     """
 
     F: float | Sequence[float] = 1.0
@@ -93,18 +93,18 @@ class Costs:
                 lengths[name] = len(value)
         if len(set(lengths.values())) > 1:
             raise ScheduleError(
-                "per-stage costs give one number for each stage",
+                "per-stage costs must have one number for each stage",
                 got=", ".join(f"{n} for {name}" for name, n in lengths.items()),
-                fix="give sequences of one length, the number of stages",
+                fix="pass sequences as long as there are stages",
             )
         object.__setattr__(self, "comm", _amount("comm", self.comm))
         object.__setattr__(self, "memory_after_I", _amount("memory_after_I", self.memory_after_I))
 
     def per_stage(self, placement: Placement) -> StageCosts:
-        """Resolve to one number for each stage of ``placement``.
+        """Return one number for each stage of ``placement``.
 
         Raises:
-            ScheduleError: a per-stage sequence that is not as long as there are stages.
+            ScheduleError: a sequence of costs is not as long as there are stages.
         """
         held = {stage: len(stages) for stages in placement for stage in stages}
         shares = [1.0 / held[stage] for stage in range(len(held))]
@@ -114,7 +114,7 @@ class Costs:
                 return tuple(value * share for share in shares)
             if len(value) != len(shares):
                 raise ScheduleError(
-                    f"per-stage costs give one number for each of the {len(shares)} stages",
+                    f"per-stage costs must have one number for each of the {len(shares)} stages",
                     got=f"{len(value)} for {name}",
                     fix=f"pass {len(shares)} numbers, or one number for a rank's whole share",
                 )
@@ -133,21 +133,23 @@ class Costs:
 
 
 def _amount(name: str, value: object) -> float:
-    """Return a cost as a float, or say why it cannot be one."""
+    """Return a cost as a float, or raise ScheduleError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ScheduleError("a cost is a number", got=f"{name}={value!r}", fix="pass a float, such as a measured time")
+        raise ScheduleError(
+            "a cost must be a number", got=f"{name}={value!r}", fix="pass a float, such as a measured time"
+        )
     if not math.isfinite(value) or value < 0:
-        raise ScheduleError("a cost is finite and not negative", got=f"{name}={value!r}", fix="measure it again")
+        raise ScheduleError("a cost must be finite and not negative", got=f"{name}={value!r}", fix="measure it again")
     return float(value)
 
 
 def _frozen(name: str, value: object) -> float | tuple[float, ...]:
-    """Return one cost, or one for each stage, as frozen data."""
-    if isinstance(value, str) or not isinstance(value, Sequence):
+    """Return one cost, or a tuple of one for each stage."""
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         return _amount(name, value)
     if not value:
         raise ScheduleError(
-            "per-stage costs give one number for each stage",
+            "per-stage costs must have one number for each stage",
             got=f"none for {name}",
             fix="leave it out, or pass numbers",
         )

@@ -1,48 +1,46 @@
-"""How much a rank keeps at each step. Only the order of its actions decides that, not their times.
+"""How much a rank keeps at each step. That depends on the order of its actions only, not on their times.
 
-On a rank with v stages, a microbatch that one of them has run forward keeps 1/v until its I,
-memory_after_I/v until its W, and nothing after that. What F keeps counts from F's start; what a backward
-frees counts until its end, so that an overlapped pair has both at once.
+On a rank with v stages, the forward of one microbatch through one stage keeps 1/v until its I, memory_after_I/v until
+its W, and nothing after that. What F keeps counts from the start of F. What a backward frees counts until its end, so
+an overlapped pair has both at once.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from sternway.schedule._action import Action, Overlap
+if TYPE_CHECKING:
+    from sternway.schedule._schedule import Schedule
 
 
-def memory_steps(
-    steps: Iterable[Action | Overlap], *, stages: int, memory_after_i: float
-) -> Iterator[tuple[float, float]]:
+def memory_steps(schedule: "Schedule", rank: int, memory_after_i: float) -> Iterator[tuple[float, float]]:
     """Yield, for each step of a rank, the memory while it runs and the memory after it.
 
     Example:
-        >>> steps = [Action(0, "F", 0), Action(0, "I", 0), Action(0, "W", 0)]
-        >>> list(memory_steps(steps, stages=1, memory_after_i=0.5))
+        >>> from sternway import schedule
+        >>> s = schedule.from_csv("0F0,0I0,0W0")
+        >>> list(memory_steps(s, rank=0, memory_after_i=0.5))
         [(1.0, 1.0), (1.0, 0.5), (0.5, 0.0)]
     """
+    stages = max(1, len(schedule.placement[rank]))
     # Counts, so that thirds and the like do not drift: microbatches before their I, and between I and W.
     full = split = 0
-    for step in steps:
-        actions = step.actions
-        for action in actions:
+    level = 0.0
+    for step in schedule.actions[rank]:
+        during = level
+        for action in step.actions:  # of an overlapped pair, the forward comes first
             if action.op == "F":
                 full += 1
-        during = (full + split * memory_after_i) / stages
-        for action in actions:
-            if action.op == "W":
+                during = (full + split * memory_after_i) / stages
+            elif action.op == "W":
                 split -= 1
-            elif action.op != "F":
+            else:
                 full -= 1
                 split += action.op == "I"
-        yield during, (full + split * memory_after_i) / stages
+        level = (full + split * memory_after_i) / stages
+        yield during, level
 
 
-def peak(steps: Iterable[Action | Overlap], *, stages: int, memory_after_i: float) -> float:
+def peak(schedule: "Schedule", rank: int, memory_after_i: float) -> float:
     """Return the most that a rank keeps at any step."""
-    top = 0.0
-    for during, after in memory_steps(steps, stages=stages, memory_after_i=memory_after_i):
-        if during > top:
-            top = during
-        if after > top:  # I can leave more than F kept
-            top = after
-    return top
+    # After a step, too: I can leave more than F kept.
+    return max(map(max, memory_steps(schedule, rank, memory_after_i)), default=0.0)

@@ -1,16 +1,16 @@
-"""What a schedule does in time: the result of a simulation, as frozen data.
+"""When every action of a schedule runs: the result of a simulation, or of a measured step, as frozen data.
 
 The bubble rate is that of the zero-bubble paper (arXiv 2401.10241, section 5.3):
 
     bubble_rate = (span - work) / span
 
-where ``span`` is the longest span of any one rank, from its first start to its last end, and ``work`` is
-m (F + I + W), what a rank needs for its own actions. It is not the makespan: with the paper's optimizer
-step each rank goes on to the next step on its own, so the stagger between ranks is no loss. Where ranks
-have unequal work, ``work`` is that of the busiest, so that the rate is 0 when no order of the same
-actions could be faster for it.
+``span`` is the longest time of any one rank from its first start to its last end, and ``work`` is m (F + I + W), the
+time that a rank computes. It is not the makespan: with the paper's optimizer step each rank goes on to the next step on
+its own, so ranks that start one after the other lose nothing. Where ranks have unequal work, ``work`` is that of the
+busiest rank, so that the rate is 0 when no other order of the same actions could be faster.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One step of one rank, timed: ``schedule.actions[rank][step]`` runs from ``start`` to ``end``."""
+    """One timed step of one rank: ``schedule.actions[rank][step]`` runs from ``start`` to ``end``."""
 
     rank: int
     step: int
@@ -36,10 +36,10 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """A kind of work on the critical path: ``time`` of it, a ``share`` of the makespan.
+    """A kind of work on the critical path: how much ``time`` of it, and its ``share`` of the makespan.
 
-    Made faster by a tenth, it shortens the step by at most a tenth of ``time``, and by exactly that while the
-    critical path stays where it is.
+    Making this work 10% faster shortens the step by at most 10% of ``time``, and by exactly that as long as the
+    critical path stays the same.
     """
 
     what: str
@@ -47,29 +47,34 @@ class Bottleneck:
     share: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
-    """When every action runs, and what follows from it.
+    """When every action runs, with idle times, memory and the critical path.
 
     Example:
         >>> from sternway import schedule
         >>> t = schedule.make("1f1b", ranks=2, microbatches=4).simulate()
         >>> t.makespan, t.idle, t.bubble_rate, t.peak_memory
         (15.0, (3.0, 0.0), 0.2, 2.0)
+        >>> print(t)
+        1f1b: 2 ranks, 4 microbatches, 2 stages
+        makespan 15, longest span of a rank 15, bubble rate 20.0%, peak memory 2
+        rank 0: busy 12, idle 3, peak memory 2
+        rank 1: busy 12, idle 0, peak memory 1
+        critical path: B of stage 1 53%, F of stage 1 27%, B of stage 0 13%
 
     Attributes:
-        schedule: what was timed.
-        costs: under which costs.
+        schedule: the schedule that was timed.
+        costs: the costs that it was timed with.
         events: for each rank, its steps in order.
         makespan: from the first start to the last end, over all ranks.
-        busy: for each rank, the time it computes.
-        idle: for each rank, the time it waits between its first start and its last end.
-        span: the longest span of any one rank; see the module's head.
-        bubble_rate: the part of ``span`` in which the busiest rank has nothing to do.
-        peak_memory: the largest memory of any rank; ``peaks`` has each rank's.
-        critical_path: the events that made the makespan what it is, first to last: each starts when the one
-            before it ends, or when its result arrives.
-        bottlenecks: what the critical path is made of, the largest part first: what would help most.
+        busy: for each rank, the time that it computes.
+        idle: for each rank, the time that it waits between its first start and its last end.
+        span: the longest time of any one rank from its first start to its last end.
+        bubble_rate: the fraction of ``span`` in which the busiest rank is idle.
+        critical_path: the events that determine the makespan, first to last: each starts when the one before it
+            ends, or when its result arrives.
+        bottlenecks: what the critical path consists of, the largest part first.
     """
 
     schedule: "Schedule"
@@ -80,9 +85,27 @@ class Timeline:
     idle: tuple[float, ...]
     span: float
     bubble_rate: float
-    peaks: tuple[float, ...]
     critical_path: tuple[Event, ...]
     bottlenecks: tuple[Bottleneck, ...]
+
+    def __repr__(self) -> str:
+        return (
+            f"<Timeline of {self.schedule.name}: makespan {self.makespan:.6g}, "
+            f"bubble rate {self.bubble_rate:.1%}, peak memory {self.peak_memory:.4g}>"
+        )
+
+    def __str__(self) -> str:
+        from sternway.schedule.formats import describe_timeline
+
+        return describe_timeline(self)
+
+    def _repr_html_(self) -> str:
+        return self.to_svg()
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """For each rank, its largest memory."""
+        return tuple(peak(self.schedule, rank, self.costs.memory_after_I) for rank in range(self.schedule.ranks))
 
     @property
     def peak_memory(self) -> float:
@@ -95,10 +118,8 @@ class Timeline:
         return tuple(self._memory_of(rank) for rank in range(len(self.events)))
 
     def _memory_of(self, rank: int) -> tuple[tuple[float, float], ...]:
-        stages = max(1, len(self.schedule.placement[rank]))
-        steps = self.schedule.actions[rank]
-        levels = memory_steps(steps, stages=stages, memory_after_i=self.costs.memory_after_I)
         curve = [(0.0, 0.0)]
+        levels = memory_steps(self.schedule, rank, self.costs.memory_after_I)
         for event, (during, after) in zip(self.events[rank], levels, strict=True):
             for time, level in ((event.start, during), (event.end, after)):
                 if time == curve[-1][0]:  # what is freed and taken at the same time was never free
@@ -111,7 +132,9 @@ class Timeline:
     def measured(
         cls, schedule: "Schedule", times: Sequence[Sequence[tuple[float, float]]], memory_after_I: float = 1.0
     ) -> "Timeline":
-        """What really ran: each rank's (start, end) of every action, on one clock, as a timeline that begins at 0.
+        """Build a timeline from measured times: each rank's (start, end) of every action, all on one clock.
+
+        The first start becomes 0. A measured timeline has no critical path and no bottlenecks.
 
         Example:
             >>> from sternway import schedule
@@ -120,46 +143,54 @@ class Timeline:
             3.5
         """
         zero = min((rank[0][0] for rank in times if rank), default=0.0)
-        events = tuple(
-            tuple(
+        events = [
+            [
                 Event(rank, index, action, start - zero, end - zero)
                 for index, (action, (start, end)) in enumerate(zip(schedule.actions[rank], pairs, strict=True))
-            )
+            ]
             for rank, pairs in enumerate(times)
-        )
-        busy = tuple(sum(event.end - event.start for event in rank) for rank in events)
-        spans = tuple(rank[-1].end - rank[0].start if rank else 0.0 for rank in events)
-        return cls(
-            schedule=schedule,
-            costs=Costs(memory_after_I=memory_after_I),
-            events=events,
-            makespan=max((rank[-1].end for rank in events if rank), default=0.0),
-            busy=busy,
-            idle=tuple(span - used for span, used in zip(spans, busy, strict=True)),
-            span=max(spans),
-            bubble_rate=max(0.0, 1 - max(busy) / max(spans)) if max(spans) > 0 else 0.0,
-            peaks=tuple(
-                peak(steps, stages=max(1, len(stages)), memory_after_i=memory_after_I)
-                for steps, stages in zip(schedule.actions, schedule.placement, strict=True)
-            ),
-            critical_path=(),
-            bottlenecks=(),
-        )
+        ]
+        return timeline_of(schedule, Costs(memory_after_I=memory_after_I), events)
 
     def to_chrome_trace(self) -> str:
-        """Return it as a Chrome trace (JSON), which Perfetto and chrome://tracing open."""
-        from sternway.schedule._chrome_trace import to_chrome_trace
+        """Return a Chrome trace (JSON), which Perfetto and chrome://tracing open."""
+        from sternway.schedule.formats import to_chrome_trace
 
         return to_chrome_trace(self)
 
     def to_svg(self) -> str:
-        """Return it as a drawing: ranks as rows, time to the right, memory underneath."""
-        from sternway.schedule._svg import to_svg
+        """Return an SVG drawing: one row for each rank, time to the right, memory below."""
+        from sternway.schedule.formats import to_svg
 
         return to_svg(self)
 
     def draw(self, *, color: bool = False, width: int | None = None) -> str:
         """Return a drawing for a terminal: one line for each rank, time to the right."""
-        from sternway.schedule._draw import draw
+        from sternway.schedule.formats import draw
 
         return draw(self, color=color, width=width)
+
+
+def timeline_of(
+    schedule: "Schedule",
+    costs: Costs,
+    events: Sequence[Sequence[Event]],
+    critical_path: tuple[Event, ...] = (),
+    bottlenecks: tuple[Bottleneck, ...] = (),
+) -> Timeline:
+    """Build a timeline from each rank's events."""
+    busy = tuple(math.fsum(event.end - event.start for event in rank) for rank in events)
+    spans = [rank[-1].end - rank[0].start if rank else 0.0 for rank in events]
+    span, work = max(spans), max(busy)
+    return Timeline(
+        schedule=schedule,
+        costs=costs,
+        events=tuple(map(tuple, events)),
+        makespan=max((rank[-1].end for rank in events if rank), default=0.0),
+        busy=busy,
+        idle=tuple(max(0.0, whole - used) for whole, used in zip(spans, busy, strict=True)),
+        span=span,
+        bubble_rate=max(0.0, (span - work) / span) if span > 0 else 0.0,  # rounding can make it a little negative
+        critical_path=critical_path,
+        bottlenecks=bottlenecks,
+    )

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway._storage import storage_sizes
-from sternway._torch.autograd import accumulate_hooks, add_each, layout_enforced, needs_grad, tensor_hooks
+from sternway._torch.hooks import accumulate_hooks, tensor_hooks
+from sternway._torch.parallel import in_process_group
+from sternway._torch.tensors import ORDINARY, add_each, layout_enforced, needs_grad
 from sternway.errors import PendingError
 from sternway.split._part import Node, Part, sum_to
 from sternway.split.eager._unseen import UNSEEN
-
-_ORDINARY = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(slots=True)
@@ -175,7 +175,7 @@ class Accumulator:
 
 def _is_plain(parameter: Tensor) -> bool:
     """Whether a parameter has no Python hooks, and it and its ``.grad`` are ordinary dense tensors."""
-    if type(parameter) not in _ORDINARY or tensor_hooks(parameter) or accumulate_hooks(parameter):
+    if type(parameter) not in ORDINARY or tensor_hooks(parameter) or accumulate_hooks(parameter):
         return False
     grad, dtype = parameter.grad, parameter.dtype
     if grad is None:
@@ -221,6 +221,6 @@ def _run_node_hooks(parameters: list[Tensor]) -> None:
     DDP's reducer is one: it reduces a bucket when the AccumulateGrad node of each of its parameters has run. An
     undefined gradient runs the node and its hooks, and adds nothing to ``.grad``.
     """
-    if parameters and torch.distributed.is_available() and torch.distributed.is_initialized():
+    if parameters and in_process_group():
         with torch.enable_grad():
             _Undefined.apply(*parameters).backward()  # type: ignore[no-untyped-call]  # Function.apply is untyped

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from sternway._torch import autograd, require
+from sternway._torch import autograd
 from sternway._tree import children, leaves, replace_leaves
 from sternway.errors import SplitError
 from sternway.split._part import Edge
@@ -57,7 +57,6 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
     Raises:
         SplitError: the backward cannot be split. Nothing was computed; the message says what to change.
     """
-    require("split")
     tensors, grads = _roots(outputs, grad_outputs)
     wanted = edges_of(inputs, "inputs")
     places = list(dict.fromkeys(wanted.values()))

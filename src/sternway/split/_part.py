@@ -22,8 +22,10 @@ from typing import Any
 from torch import Tensor
 
 from sternway._storage import storage_sizes
-from sternway._torch.autograd import gradient_slots, version_of
+from sternway._torch import require
+from sternway._torch.autograd import gradient_slots
 from sternway._torch.nodes import ACCUMULATE_GRAD, CHECKPOINT_HOLDER, allow_more_reads, packed_by_hooks, raw_data
+from sternway._torch.tensors import version_of
 from sternway.errors import PendingError
 from sternway.saved import Packed, Policy
 from sternway.split._later import Later
@@ -71,6 +73,7 @@ def packing(node: Node) -> Packing:
     if not packed:
         return Packing.NONE
     if all(isinstance(data, CHECKPOINT_HOLDER) for data in packed):
+        require("split.checkpoint")
         return Packing.CHECKPOINT
     if all(isinstance(data, Packed) for data in packed):
         return Packing.OURS

@@ -29,9 +29,11 @@ from dataclasses import dataclass
 
 from torch.autograd.function import BackwardCFunction
 
+from sternway._torch import require
 from sternway._torch.autograd import gradient_slots, sequence_number
 from sternway._torch.compile import COMPILED_NODE
 from sternway._torch.nodes import ACCUMULATE_GRAD, TO_COPY, TRANSPOSE, T, signed, transposed_dims
+from sternway._torch.parallel import in_process_group
 from sternway.split._part import Cut, Edge, Node, Packing, Part, packing
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._unsupported import UNSUPPORTED, refuse_spent
@@ -73,6 +75,9 @@ class SplitPlan:
 
 def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> SplitPlan:
     """Plan the split of the graph between ``roots`` and ``inputs``."""
+    require("split")
+    if in_process_group():
+        require("split.parallel")
     UNSEEN.look()
     planner = _Planner(inputs)
     planner.walk([node for node, index in roots if (node, index) not in inputs])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sternway._torch import require
 from sternway.split._backward import edges_of
 from sternway.split._part import Node
 from sternway.split._plan import make_plan
@@ -46,7 +45,6 @@ def preview(outputs: Any, inputs: Any = ()) -> Preview:
     Raises:
         SplitError: the backward cannot be split.
     """
-    require("split")
     plan = make_plan(edges_of(outputs, "outputs").values(), set(edges_of(inputs, "inputs").values()))
     deferred = tuple(
         DeferredNode(cut.node, tuple(dict.fromkeys(leaf for part in cut.parts for leaf in part.leaves())))

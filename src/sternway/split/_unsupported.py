@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -40,7 +39,7 @@ def refuse_resharded(deferred: Iterable[Tensor]) -> None:
 
     FSDP does so where no input needed a gradient. No node of the graph shows that beforehand.
     """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if parallel.in_process_group():
         for parameter in deferred:
             if parameter.numel() and type(parameter) is Parameter and not parameter.untyped_storage().nbytes():
                 raise _early_fsdp()

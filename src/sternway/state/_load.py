@@ -1,13 +1,13 @@
-"""What one forward hands to its backward: the records, and who keeps them alive.
+"""What a forward passes to its backward, and what keeps it alive.
 
     BackwardState ──▶ Wire ──▶ current Load ◀── Mark ◀── the token that the forward saves
      the user's        │          values          fns       one for each on_grad
-                       └── key, added: all that compiled code touches
+                       └── key, added: all that compiled code uses
 
-A *mark* is one run of one ``on_grad``; it is known by a number, and compiled code knows nothing else of it. A *load* is
-what the marks share that were made between two fillings: the values. The *token* is a tensor of one integer, the mark's
-number; its memory owns the mark. Saving a token in the graph saves the mark, the wire, the values; when the graph is
-freed, so are they. Nothing leads from a mark to its token, so there is no ring through C++ that would never be freed.
+A *mark* is one run of one ``on_grad``; compiled code knows it by a number only. A *load* holds the values that are set
+for all marks made since the last time. The *token* is a tensor of one integer, the mark's number, and its memory owns
+the mark. The graph saves the token, and so keeps the mark, the wire and the values; they are freed with the graph. A
+mark has no reference to its token, so there is no reference cycle through C++ that would never be freed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from sternway._torch.autograd import current_graph_task
 from sternway.errors import StateError
 
 Hook = Callable[[Any], Any]
@@ -34,7 +35,7 @@ _RUNNING = threading.local()
 
 
 class Load:
-    """The values of the calls that were made since the state was last filled or gone back through."""
+    """The values for the forwards since the state was last filled or used in a backward."""
 
     def __init__(self, graph: int) -> None:
         self.graph = graph
@@ -43,17 +44,17 @@ class Load:
 
 
 class Mark:
-    """One run of one ``on_grad``: which functions to call when its gradient comes."""
+    """One run of one ``on_grad``: the functions to call when its gradient arrives."""
 
     def __init__(self, number: int, wire: Wire, load: Load) -> None:
         self.number, self.wire, self.load = number, wire, load
         self.fns: list[Hook] = []
-        self.filled = False  # whether the forward has handed its functions over
-        self.arrived: dict[int, Tensor] = {}  # of several gradients that are shown together
+        self.filled = False  # whether the forward has passed its functions on
+        self.arrived: dict[int, Tensor] = {}  # gradients that are shown together
         self.given: dict[int, Tensor] | None = None  # what the functions returned for them
 
     def token(self) -> Tensor:
-        """The mark's number as a tensor whose memory keeps the mark."""
+        """The mark's number, as a tensor whose memory keeps the mark alive."""
         memory = _Memory(struct.pack("q", self.number))
         memory.mark = self
         return torch.frombuffer(memory, dtype=torch.int64).reshape(())
@@ -64,11 +65,11 @@ class _Memory(bytearray):
 
 
 class Wire:
-    """Between a state and its graphs. Compiled code reads and writes ``key`` and ``added``, and nothing else."""
+    """Connects a state and its graphs. Compiled code reads and writes ``key`` and ``added``, and nothing else."""
 
     def __init__(self) -> None:
         self.key = torch.zeros((), dtype=torch.int64, device="cpu")  # the number of the latest mark
-        self.added: Added = ()  # functions that a forward handed over, not yet settled; latest first
+        self.added: Added = ()  # functions from forwards, not yet with their marks; latest first
         if torch.compiler.is_dynamo_compiling():
             return  # to be refused
         self.number = next(_NUMBERS)
@@ -80,7 +81,7 @@ class Wire:
         _WIRES[self.number] = self
 
     def mark(self, number: int, graph: int) -> Mark:
-        """The mark of this number; made if it is new. A pure function of the number, so that it may run again."""
+        """The mark of this number, made if it is new. A pure function of the number, so that it may run again."""
         with self.lock:
             self._check_open()
             self.settle()
@@ -92,23 +93,23 @@ class Wire:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise StateError("a closed state carries nothing more", got="a use after close()", fix="make another")
+            raise StateError("a closed state cannot be used", got="a use after close()", fix="make another one")
 
     def _open(self, graph: int) -> Load:
         load = self.load
-        if load is None or (load.phase != "forward" and torch._C._current_graph_task_id() == -1):
-            load = self.load = Load(graph)  # a checkpoint that runs its forward again in the backward opens none
+        if load is None or (load.phase != "forward" and current_graph_task() == -1):
+            load = self.load = Load(graph)  # but not when a checkpoint runs its forward again in the backward
         elif graph and load.graph and graph != load.graph and load.phase == "forward":
             raise StateError(
-                "a state rides in one graph",
-                got="a second compiled graph that uses it before it was filled or gone back through",
-                fix="make a state for each compiled function; on both sides of a graph break, mend the break",
+                "a state cannot be used in two compiled graphs",
+                got="a second one before the state was filled or used in a backward",
+                fix="make a state for each compiled function; if there is a graph break between the two, remove it",
             )
         load.graph = load.graph or graph
         return load
 
     def fill(self) -> Load:
-        """The load that values go to now."""
+        """The load whose values are set now."""
         with self.lock:
             self._check_open()
             self.settle()
@@ -119,22 +120,22 @@ class Wire:
             return self.load
 
     def close(self) -> None:
-        """Let everything go."""
+        """Free everything."""
         with self.lock:
             self.closed, self.added, self.load = True, (), None
             for mark in list(self.marks.values()):
                 mark.fns, mark.load = [], Load(0)
 
     def describe(self) -> str:
-        """Where the wire stands, in words."""
+        """The wire's state in words."""
         self.settle()
         if self.closed:
             return "closed"
         values = sorted(self.load.values) if self.load is not None else []
-        return f"{len(self.marks)} places in graphs that live; values: {', '.join(values) or 'none'}"
+        return f"{len(self.marks)} places in live graphs; values: {', '.join(values) or 'none'}"
 
     def settle(self) -> None:
-        """Put the functions that forwards have handed over where their marks are."""
+        """Give the functions that forwards have passed on to their marks."""
         with self.lock:
             added, self.added = self.added, ()
             entries = []
@@ -143,7 +144,7 @@ class Wire:
                 entries.append((int(key), fn))
             for number, fn in reversed(entries):
                 mark = self.marks.get(number)
-                if mark is not None:  # else the graph is gone, and nothing will come
+                if mark is not None:  # else the graph is gone, and no gradient will arrive
                     mark.fns.append(fn)
                     mark.filled = True
 
@@ -153,7 +154,7 @@ def wire_of(key: Tensor) -> tuple[Wire, int]:
     number = int(key)
     wire = _WIRES.get(number // _MARKS_PER_WIRE)
     if wire is None:
-        raise _gone("a state that is no more")
+        raise _gone("a state that was freed")
     return wire, number
 
 
@@ -163,26 +164,26 @@ def mark_of(token: Tensor) -> Mark:
     wire.settle()
     mark = wire.marks.get(number)
     if mark is None or not (mark.filled or wire.closed):
-        raise _gone("a state that did not outlive its forward: what the forward saved was copied, or computed again")
+        raise _gone("a state that was freed with its forward: what the forward saved was copied, or computed again")
     return mark
 
 
 def _gone(got: str) -> StateError:
     return StateError(
-        "a backward needs the state that its forward saved",
+        "the state that this backward needs is gone",
         got=got,
         fix="close() a state after its last backward; keep on_grad out of what is recomputed or copied",
     )
 
 
 def running(wire: Wire) -> Load | None:
-    """The load of the call whose backward is calling a hook in this thread, if it is one of this wire's."""
+    """The load of the forward whose backward is calling a hook in this thread, if it is one of this wire's."""
     load: Load | None = getattr(_RUNNING, "loads", {}).get(wire.number)
     return load
 
 
 class Running:
-    """While a hook runs: whose backward it is."""
+    """A block in which hooks of one mark run: values are read from its forward's load."""
 
     def __init__(self, mark: Mark) -> None:
         self.mark = mark

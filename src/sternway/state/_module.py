@@ -1,7 +1,7 @@
-"""Backward hooks of modules: both sides of a module's backward, in one call.
+"""Backward hooks of modules: one call with the gradients of a module's outputs and inputs.
 
-The module's outputs and inputs are shown to two hooks; the first keeps the outputs' gradients until the second has the
-inputs' and calls the user's function with both. One list for each run of the module ties the two together.
+The outputs and the inputs are shown to two hooks. The first keeps the gradients of the outputs until the second has
+those of the inputs and calls the user's function with both. Each run of the module has one list that both use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Show = Callable[[list[Tensor], Callable[[Any], Any]], list[Tensor]]
 
 
 class Watched:
-    """The two forward hooks that make a module's gradients visible."""
+    """The two forward hooks that show a module's gradients."""
 
     def __init__(self, show: Show, fn: ModuleHook) -> None:
         self.show, self.fn = show, fn
@@ -41,7 +41,7 @@ class Watched:
         outputs = (output,) if isinstance(output, Tensor) else output
         if not isinstance(outputs, tuple):
             raise StateError(
-                "a module that is watched returns a tensor or a tuple of them",
+                "a module with a hook must return a tensor or a tuple",
                 got=f"a {type(output).__name__} from {type(module).__name__}",
                 fix="put on_grad on the tensors that matter, inside the module or after it",
             )
@@ -82,7 +82,7 @@ def _put(values: tuple[Any, ...], places: tuple[int, ...], shown: list[Tensor]) 
     return tuple(put)
 
 
-# In the backward. What comes is the one gradient, or those of several tensors by their number.
+# In the backward. ``came`` is the one gradient, or those of several tensors by their number.
 
 
 def _full(came: Any, places: tuple[int, ...], number: int) -> tuple[Tensor | None, ...]:
@@ -106,7 +106,7 @@ def _inputs(fn: ModuleHook, module: nn.Module, run: list[Any], places: tuple[int
     grads = (returned,) if isinstance(returned, Tensor) else tuple(returned)
     if len(grads) != number:
         raise StateError(
-            "a module's hook returns None or one gradient for each input",
+            "a module's hook must return None or one gradient for each input",
             got=f"{len(grads)} for {number}",
             fix="return a tuple as long as grad_input, with None where nothing changes",
         )

@@ -1,7 +1,7 @@
-"""The place in the graph where gradients are shown: an identity whose backward calls the hooks.
+"""The node where gradients are shown to hooks: an identity whose backward calls them.
 
-In compiled code it is the operator ``show``, which Dynamo leaves alone and AOTAutograd traces through, so that its
-backward stands in the backward graph as ``give``. In eager code the node holds its mark itself.
+In compiled code it is the operator ``show``, which Dynamo leaves as it is and AOTAutograd traces into, so that its
+backward is ``give`` in the backward graph. In eager code the node holds its mark itself.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ def show_traced(wire: Wire, tensors: list[Tensor], fns: Sequence[Hook], *, again
     """Show the gradients of ``tensors`` to ``fns``; traced by Dynamo.
 
     It reads and writes two attributes of the wire and never looks at the functions, so that Dynamo guards on neither.
-    What it writes, Dynamo carries out after the graph has run: that is how a state is filled after the forward.
+    Dynamo makes the writes after the graph has run: that is how the functions reach their marks.
 
     Args:
         wire: the state's.
-        tensors: given back for use in their stead.
+        tensors: what to show the gradients of; the result is to be used in their place.
         fns: called in order.
-        again: a tensor that was given back before gets more functions at the same place.
+        again: a tensor that was returned before gets more functions at the same place.
     """
     graph, second, back = torch.ops.sternway.state_ask(tensors[0], wire.key).shape
     if again and back:
@@ -50,7 +50,7 @@ def show_eager(wire: Wire, tensors: list[Tensor], fns: Sequence[Hook], *, again:
     """``show_traced`` where nothing is compiled."""
     if not all(callable(fn) for fn in fns):
         got = ", ".join(type(fn).__name__ for fn in fns)
-        raise StateError("a hook is a function", got=got, fix="pass something that can be called with a gradient")
+        raise StateError("a hook must be a function", got=got, fix="pass something that can be called with a gradient")
     if not all(tensor.requires_grad for tensor in tensors):
         refuse(NO_GRADIENT)
     known = getattr(tensors[0].grad_fn, "mark", None) if again else None
@@ -64,7 +64,7 @@ def show_eager(wire: Wire, tensors: list[Tensor], fns: Sequence[Hook], *, again:
 
 
 class _Eager(torch.autograd.Function):
-    """The mark is kept on the node: a checkpoint would replace what is saved by what its second forward saves."""
+    """Keeps the mark on the node: a checkpoint would replace what is saved by what its second forward saves."""
 
     @staticmethod
     def forward(ctx: Any, mark: Mark, *tensors: Tensor) -> Any:
@@ -78,7 +78,7 @@ class _Eager(torch.autograd.Function):
 
 
 class _Traced(torch.autograd.Function):
-    """The mark's token is saved as tensors are, since nothing else reaches a compiled backward."""
+    """Saves the mark's token, since only saved tensors reach a compiled backward."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, *tensors: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""The operators that stand in a compiled graph for what Python does there.
+"""The operators that run Python in a compiled graph.
 
     forward                                   backward
     ───────                                   ────────
@@ -6,29 +6,29 @@
       │     └─ saved for the backward
       └─ the next on_grad's key, and after the last one the state's
 
-Integers go in, so a graph is compiled once for every state and every hook: which functions to call is looked up by
-number when the gradient comes. ``mark`` is a pure function of its key, so compilers may merge or repeat it.
+Their inputs are integers, so a graph is compiled once for all states and hooks: which functions to call is looked up by
+number when the gradient arrives. ``mark`` is a pure function of its key, so compilers may merge or repeat it.
 
-``give`` returns its argument where no hook replaces it, and says so in its schema: ``Tensor(a) -> Tensor(a)``. Inductor
-then keeps the buffer until both are done with, and no gradient is copied. AOTAutograd does not take such operators from
-outside; ``_functionalized`` hands this one past it. Several gradients that are shown together first ``arrive``.
+``give`` returns its argument where no hook replaces it, and its schema says so: ``Tensor(a) -> Tensor(a)``. Inductor
+then keeps the buffer until both are unused, and no gradient is copied. AOTAutograd refuses such operators;
+``_functionalized`` leads this one past it. Several gradients that are shown together first ``arrive``.
 
-Mistakes that are seen while tracing are raised when the graph runs (``refuse``), as the error that eager code raises:
-raised in the trace, they would come out as Dynamo's.
+Mistakes that are found while tracing are raised when the graph runs (``refuse``), as the error that eager code raises;
+raised in the trace, they would be wrapped in Dynamo's.
 
-A CUDA graph is recorded once and replayed without Python, from memory of its own. So Inductor is told to make none of a
-graph that has one of these.
+A CUDA graph is recorded once and replayed without Python, in memory of its own. So Inductor is told to use none for a
+graph that has one of these operators.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sternway._torch import tracing
 from sternway.errors import EmptyStateError, StateError
 from sternway.state import _tracing
 from sternway.state._load import mark_of, wire_of
@@ -41,22 +41,22 @@ SECOND_STATE, NO_GRADIENT, READ, WRITTEN, MADE = range(1, 6)
 _REFUSALS: dict[int, tuple[type[StateError], str, str, str]] = {
     SECOND_STATE: (
         StateError,
-        "a compiled graph carries one state",
+        "a compiled graph cannot use two states",
         "a second one in the same graph",
         "use one state for all of the graph's hooks, or compile the two parts apart",
     ),
     NO_GRADIENT: (
         StateError,
-        "a gradient arrives only at a tensor that requires one",
+        "a tensor must require a gradient for one to arrive",
         "on_grad of a tensor with requires_grad=False",
         "leave the hook out, or make an input or a parameter before it require gradients",
     ),
-    READ: (EmptyStateError, "a state is empty in the forward", "a value read in compiled code", _FILL),
-    WRITTEN: (StateError, "a state is filled after the forward", "a value set in compiled code", _FILL),
+    READ: (EmptyStateError, "a value cannot be read before the backward", "a read in compiled code", _FILL),
+    WRITTEN: (StateError, "a value cannot be set in the forward", "a write in compiled code", _FILL),
     MADE: (
         StateError,
-        "a state is an input of the graph that it is used in",
-        "one made in compiled code",
+        "a state cannot be made in compiled code",
+        "BackwardState() there",
         "make it outside, and pass it in or close over it",
     ),
 }
@@ -78,17 +78,10 @@ def operator(schema: str, key: str, kernel: Callable[..., Any], fake: Callable[.
         return
 
     def traced(*arguments: Any) -> Any:
-        _forbid_cuda_graphs()
+        tracing.forbid_cuda_graphs("a sternway.state.BackwardState, whose hooks run Python")
         return fake(*arguments)
 
     torch.library.register_fake(f"sternway::{name}", traced, lib=_LIBRARY)
-
-
-def _forbid_cuda_graphs() -> None:
-    """If it is Inductor that asks what an operator returns, it is just making a graph of it."""
-    virtualized = sys.modules.get("torch._inductor.virtualized")
-    if virtualized is not None and hasattr(virtualized.V.graph, "disable_cudagraphs_reason"):
-        virtualized.V.graph.disable_cudagraphs_reason = "a sternway.state.BackwardState, whose hooks run Python"
 
 
 def _mark(key: Tensor, graph: int, refusal: int) -> tuple[Tensor, Tensor]:
@@ -110,17 +103,13 @@ def _give(grad: Tensor, token: Tensor, index: int, after: list[Tensor]) -> Tenso
 
 
 def _functionalized(grad: Tensor, token: Tensor, index: int, after: list[Tensor]) -> Tensor:
-    def plain(tensor: Tensor) -> Tensor:
-        torch._functionalize_sync(tensor)
-        return torch._from_functional_tensor(tensor)
-
-    functionalize = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
-    with torch._C._ExcludeDispatchKeyGuard(functionalize):
+    plain = tracing.from_functional
+    with tracing.without_functionalization():
         dense = plain(grad)
-        if 0 in dense.stride():  # one number for many places, as from sum(): what a hook returns would not fit there
+        if 0 in dense.stride():  # an expanded gradient, as from sum(): what a hook returns would not fit its memory
             dense = dense.clone(memory_format=torch.contiguous_format)
         out = torch.ops.sternway.state_give(dense, plain(token), index, [plain(each) for each in after])
-    return torch._to_functional_tensor(out)
+    return tracing.to_functional(out)
 
 
 _RUNS = "CompositeExplicitAutograd"  # on every device, below autograd

@@ -1,4 +1,4 @@
-"""Call the hooks of a mark with what has arrived, and take what they return."""
+"""Call the hooks of a mark with the gradients that have arrived, and use what they return."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sternway._torch.tensors import lazy_copy
 from sternway.errors import StateError
 from sternway.state._load import Mark, Running
 
 
 def run(mark: Mark, grad: Tensor) -> Tensor:
-    """The gradient after the mark's functions, each of which gets what the one before it left."""
+    """The gradient after the mark's functions, each of which gets what the one before it returned."""
     with Running(mark):
         for fn in tuple(mark.fns):
             grad = _replaced(fn(_lent(grad)), grad)
@@ -20,7 +21,7 @@ def run(mark: Mark, grad: Tensor) -> Tensor:
 
 
 def run_together(mark: Mark, grad: Tensor, index: int) -> Tensor:
-    """Gradient ``index`` of several that have all arrived, after functions that get them together."""
+    """One of several gradients that have all arrived, after functions that get all of them."""
     if mark.given is None:
         grads, mark.arrived, mark.given = mark.arrived, {}, {}
         with Running(mark):
@@ -32,7 +33,7 @@ def run_together(mark: Mark, grad: Tensor, index: int) -> Tensor:
 
 
 def run_eager(mark: Mark, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-    """Both of the above where no compiler is about: gradients are lent as they are, and autograd may record."""
+    """Both of the above in eager code: hooks get the gradients themselves, and autograd may record."""
     came: Any = {place: grad for place, grad in enumerate(grads) if grad is not None}
     if not came:
         return grads
@@ -47,13 +48,13 @@ def run_eager(mark: Mark, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | No
 
 
 def _lent(grad: Tensor) -> Tensor:
-    """The gradient for a hook to look at, and to keep.
+    """The gradient for a hook to read, and to keep.
 
-    Compiled code writes into buffers that it is done with. So a hook gets a copy that is made only when one of the two
-    is written to while the other lives: never, for a hook that looks and returns.
+    Compiled code reuses buffers that it does not need any more. So a hook gets a lazy copy, which is made only if one
+    of the two is written to while the other is alive: never, for a hook that only looks.
     """
     try:
-        return torch._lazy_clone(grad)
+        return lazy_copy(grad)
     except RuntimeError:  # memory that did not come from torch's allocator cannot be shared so
         return grad.clone()
 
@@ -63,13 +64,13 @@ def _replaced(replaced: Any, grad: Tensor) -> Tensor:
         return grad
     if not isinstance(replaced, Tensor):
         raise StateError(
-            "a hook returns None or the gradient to go on with",
+            "a hook must return a gradient or None",
             got=f"a {type(replaced).__name__}",
             fix="return a tensor like the gradient, or nothing",
         )
     if (replaced.shape, replaced.dtype, replaced.device) != (grad.shape, grad.dtype, grad.device):
         raise StateError(
-            "a hook returns a gradient of the same shape, type and device",
+            "a hook must return a gradient of the same shape, dtype and device",
             got=f"{_describe(replaced)} in place of {_describe(grad)}",
             fix="return a tensor like the gradient",
         )

@@ -1,4 +1,4 @@
-"""``BackwardState``: what a user holds, and what Dynamo traces."""
+"""``BackwardState``, which users hold and Dynamo traces."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from sternway._torch import require
 from sternway.errors import EmptyStateError, StateError
 from sternway.state import _module
 from sternway.state._load import Hook, Wire, running
@@ -17,7 +18,7 @@ from sternway.state._ops import MADE, READ, WRITTEN
 
 
 class BackwardState:
-    """Carries hooks and values from a forward into its backward, compiled or not, with compiled autograd off.
+    """Carries hooks and values from a forward into its backward, compiled or not; compiled autograd is not needed.
 
     Example:
         >>> state = BackwardState()
@@ -31,10 +32,10 @@ class BackwardState:
         tensor([20., 20.])
 
     **Values** are attributes of any kind. They are set after the forward and read in the backward, by hooks, or after
-    it; reading earlier is an error. What is set goes to every forward since the last filling or backward, and to no
-    other: with several in flight, each hook sees what was set for its own.
+    it; reading earlier is an error. A value is set for every forward since the last time values were set or a backward
+    ran, and for no other: with several forwards in flight, each hook sees the values of its own.
 
-    **Lifetime.** The forward saves the state: its own graph keeps it, and frees it. ``close()`` ends it at once.
+    **Lifetime.** The forward's graph keeps the state alive, and frees it. ``close()`` ends it at once.
 
     A copy of a state, by ``copy`` or ``pickle``, is a new and empty one.
     """
@@ -45,6 +46,8 @@ class BackwardState:
         object.__setattr__(self, "_wire", Wire())
         if torch.compiler.is_dynamo_compiling():
             self._refuse(MADE)
+        else:
+            require("state")
 
     def on_grad(self, y: Tensor, *fns: Callable[[Tensor], Any]) -> Tensor:
         """Call each of ``fns`` with the gradient that arrives at the returned tensor, in order.
@@ -59,24 +62,24 @@ class BackwardState:
 
         Args:
             y: a tensor that requires a gradient.
-            fns: called as ``fn(grad)`` in every backward. Where one returns a tensor, that is the gradient from there
-                on. They may do anything: keep the gradient, print, append, raise.
+            fns: called as ``fn(grad)`` in every backward. If one returns a tensor, that replaces the gradient. They may
+                do anything: keep the gradient, print, append, raise.
 
         Returns:
-            ``y``, for use in its stead. Given to ``on_grad`` again, more functions are called after these.
+            ``y``, to be used in its place. Passed to ``on_grad`` again, it gets more functions, called after these.
 
         Where gradients are disabled this does nothing.
 
         Raises:
             StateError: ``y`` requires no gradient; the state is in use by another graph, or closed.
         """
-        if len(fns) == 0 or not torch.is_grad_enabled():  # their truth would be asked of each of them, and guarded on
+        if len(fns) == 0 or not torch.is_grad_enabled():  # `not fns` would make Dynamo guard on each of them
             return y
         (shown,) = self._show([y], fns, again=True)
         return shown
 
     def on_module(self, module: nn.Module, fn: _module.ModuleHook) -> RemovableHandle:
-        """Call ``fn(module, grad_input, grad_output)`` in every backward of ``module``, as its full backward hook.
+        """Call ``fn(module, grad_input, grad_output)`` in every backward of ``module``, as a full backward hook.
 
         Example:
             >>> layer = torch.nn.Linear(2, 3)
@@ -87,12 +90,12 @@ class BackwardState:
             >>> handle.remove()
 
         Args:
-            module: compiled, part of something compiled, or neither. It returns a tensor or a tuple.
+            module: compiled, part of something compiled, or neither. It must return a tensor or a tuple.
             fn: gets two tuples, with None for what is no tensor or needs no gradient; may return other gradients for
                 the inputs.
 
         Returns:
-            A handle that takes the hook off the module, for forwards to come.
+            A handle that removes the hook from the module, for later forwards.
         """
         return _module.watch(module, lambda tensors, hook: self._show(tensors, [hook], again=False), fn)
 
@@ -105,7 +108,7 @@ class BackwardState:
         return self._wire.key
 
     def remove(self, fn: Callable[..., Any] | None = None) -> None:
-        """Call ``fn`` no more in backwards of forwards already run; without ``fn``, none of the functions.
+        """Stop calling ``fn``, or all functions, in the backwards of forwards that have already run.
 
         Example:
             >>> state, x = BackwardState(), torch.ones(1, requires_grad=True)
@@ -125,25 +128,25 @@ class BackwardState:
             mark.fns[:] = kept
         if fn is not None and not found:
             raise StateError(
-                "a hook is removed by the function that it was made with",
-                got=f"{fn!r}, which waits for no gradient",
-                fix="keep the function that you pass to on_grad; a hook whose graph is gone needs no removing",
+                "fn must be a function that was passed to on_grad and waits for a gradient",
+                got=repr(fn),
+                fix="keep the function that you pass to on_grad; if its graph is gone there is nothing to remove",
             )
 
     def close(self) -> None:
-        """End the state: hooks and values are let go, and a backward that still needs them raises ``StateError``."""
+        """Free hooks and values; a backward that still needs them raises ``StateError``."""
         self._wire.close()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_wire":
-            raise AttributeError(name)  # asked for by copy, pickle and the like
+            raise AttributeError(name)  # copy and pickle ask for these
         if torch.compiler.is_dynamo_compiling():
             return self._refuse(READ)
         load = running(self._wire) or self._wire.load
         if load is None or load.phase != "backward":
-            raise EmptyStateError(_RULE, got=f".{name} before the backward", fix=_FIX)
+            raise EmptyStateError("a value cannot be read before the backward", got=f".{name}", fix=_FIX)
         if name not in load.values:
-            raise EmptyStateError(_RULE, got=f".{name}, which was not set after this forward", fix=_FIX)
+            raise EmptyStateError("a value must be set before it is read", got=f".{name} of this forward", fix=_FIX)
         return load.values[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -151,7 +154,7 @@ class BackwardState:
             self._refuse(WRITTEN)
             return
         if hasattr(type(self), name) or name == "_wire":
-            raise StateError("a value has a name of its own", got=f".{name}, a method", fix="choose another name")
+            raise StateError("a value cannot have the name of a method", got=f".{name}", fix="choose another name")
         load = running(self._wire) or self._wire.fill()
         load.values[name] = value
 
@@ -166,5 +169,4 @@ class BackwardState:
         return f"BackwardState({self._wire.describe()})"
 
 
-_RULE = "a state is empty in the forward and read in the backward"
 _FIX = "set values between the forward and its backward, and read them in a hook"

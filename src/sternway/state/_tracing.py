@@ -1,32 +1,28 @@
-"""What can be known of a graph while Dynamo traces it, told as shapes.
+"""What is known of a graph while Dynamo traces it, passed to traced code as shapes.
 
-``ask`` and ``tell`` are operators for the sake of their fake implementations, which run while tracing. The answer is a
+``ask`` and ``tell`` are operators for their fake implementations only, which run while tracing. Their answer is a
 shape, which Dynamo knows as numbers; the nodes are dead code afterwards.
 
-A function that is made in the trace has to be made again after the graph has run. Dynamo first asks whether it is a
-constant, for which it looks at all that the function closes over, and guards on what it finds: a list that the hook
-appends to would mean a recompile at every step. So such functions are told to be none (``_carry_functions``).
-
-Notes are left on Dynamo's own objects: on the fake tensor of an ``on_grad``'s result, that it is one; on the fake keys,
+Notes are kept on Dynamo's own objects: on the fake tensor that an ``on_grad`` returns, that it did; on the fake keys,
 which state they come from; on the record of the graph, how many marks it has.
 """
 
 from __future__ import annotations
 
 import zlib
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sternway._torch.tracing import carry_functions, graph_being_traced, traced_code
+
 
 @dataclass(slots=True)
 class _Tracing:
-    """What we know of the graph that is being traced."""
+    """What is known of the graph that is traced."""
 
     graph: int
     root: Tensor | None = None  # the key of the one state in it, as it came in
@@ -34,11 +30,12 @@ class _Tracing:
 
 
 def ask(y: Tensor, key: Tensor) -> Tensor:
-    """Of shape: the graph's number; 1 if it has another state; how many marks ago ``y`` was given back, 0 if never."""
-    tracing = _tracing()
-    if tracing is None:
+    """A shape of: the graph's number; 1 if it has another state; how many marks ago ``y`` was returned, 0 if never."""
+    graph = graph_being_traced()
+    if graph is None:
         return torch.empty(0, 0, 0)
-    _carry_functions()
+    carry_functions(graph, "fns")
+    tracing = _known(graph)
     root = root_of(key)
     tracing.root = root if tracing.root is None else tracing.root
     of, number = getattr(y, "_sternway_mark", (None, 0))
@@ -47,9 +44,10 @@ def ask(y: Tensor, key: Tensor) -> Tensor:
 
 
 def tell(y: Tensor, key: Tensor) -> Tensor:
-    """Note that ``y`` is given back by an ``on_grad``."""
-    tracing = _tracing()
-    if tracing is not None:
+    """Note that ``y`` is returned by an ``on_grad``."""
+    graph = graph_being_traced()
+    if graph is not None:
+        tracing = _known(graph)
         tracing.marks += 1
         _note(y, "_sternway_mark", (root_of(key), tracing.marks))
     return torch.empty(0)
@@ -68,60 +66,18 @@ def root_of(key: Tensor) -> Tensor:
     return root
 
 
-def _tracing() -> _Tracing | None:
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        output = InstructionTranslator.current_tx().output
-        code = output.root_tx.f_code
-    except (ImportError, AttributeError):
-        return None  # not under Dynamo, or one that is built differently: hooks work, these checks do not
-    known: _Tracing | None = getattr(output, "_sternway_state", None)
+def _known(graph: Any) -> _Tracing:
+    known: _Tracing | None = getattr(graph, "_sternway_state", None)
     if known is None:
-        known = _Tracing(_number(code))
-        _note(output, "_sternway_state", known)
+        known = _Tracing(_number(traced_code(graph)))
+        _note(graph, "_sternway_state", known)
     return known
 
 
 def _number(code: CodeType) -> int:
-    """The same for all graphs of one code, in every process: torch is to find compiled graphs again in its cache."""
+    """The same for all graphs of one code in every process, so that torch finds compiled graphs in its cache."""
     place = (code.co_filename, code.co_firstlineno, code.co_name, code.co_code, list(code.co_positions()))
     return 1 + zlib.crc32(repr(place).encode()) % 2**31
-
-
-def _carry_functions() -> None:
-    """Tell Dynamo that the functions of the ``show_traced`` being traced are no constants."""
-    try:
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-        from torch._dynamo.variables.functions import FunctoolsPartialVariable, NestedUserFunctionVariable
-
-        output: Any = InstructionTranslator.current_tx().output
-        left = list(output.current_tx.symbolic_locals["fns"].items)
-        contents = output.side_effects.store_attr_mutations
-    except (ImportError, AttributeError, KeyError):
-        return  # built differently: hooks work, and may cost recompiles
-    known: list[Any] = []
-    while left:
-        made = left.pop()
-        kind = type(made)  # and not isinstance, which makes Dynamo look, and guard
-        if any(made is one for one in known) or not issubclass(
-            kind, FunctoolsPartialVariable | NestedUserFunctionVariable
-        ):
-            continue
-        known.append(made)
-        if made.source is None:
-            with suppress(TypeError):  # built differently
-                _note(made, "__class__", _carried(kind))
-        left.append(getattr(made, "func", None))  # of a partial
-        closure = getattr(made, "closure", None)
-        for cell in [] if closure is None else closure.items:  # other functions that were made in the trace
-            left.append(contents.get(cell, {}).get("cell_contents"))
-
-
-@cache
-def _carried(kind: type) -> type:
-    known = kind.__name__ == "_Carried"
-    return kind if known else type("_Carried", (kind,), {"is_python_constant": lambda self: False})
 
 
 def _note(holder: Any, name: str, value: Any) -> None:

@@ -48,14 +48,14 @@ def write(
         ViewerError: nothing to show, or data of another shape.
     """
     ViewerError.unless(
-        isinstance(path, str | Path) and str(path) != "", "a report is written to a file", path, 'pass "report.html"'
+        isinstance(path, str | Path) and str(path) != "", "a report must have a path", path, 'pass "report.html"'
     )
     path = Path(path)
     page = render(title=title, graph=graph, other=other, timelines=timelines, curves=curves)
     try:
         path.write_text(page, encoding="utf-8")
     except (OSError, ValueError) as error:  # a path may hold a zero byte
-        raise ViewerError("a report is written to a file", got=str(error), fix="choose another path") from None
+        raise ViewerError("the report cannot be written", got=str(error), fix="choose another path") from None
     return path
 
 
@@ -68,17 +68,18 @@ def render(
     curves: Json | Sequence[Json] | None = None,
 ) -> str:
     """The page as text; ``write`` says what goes in."""
-    if graph is None and timelines is None and curves is None:
-        raise ViewerError("a report shows something", got="no data", fix="pass graph=, timelines= or curves=")
-    ViewerError.unless(isinstance(title, str), "a title is text", title, 'pass title="…"')
-    charts: list[Any] = list(curves) if isinstance(curves, list | tuple) else [curves]
+    ViewerError.unless(isinstance(title, str), "title must be text", title, 'pass title="…"')
+    charts: list[Any] = list(curves) if isinstance(curves, list | tuple) else [] if curves is None else [curves]
+    if graph is None and timelines is None and not charts:
+        raise ViewerError("a report must show something", got="no data", fix="pass graph=, timelines= or curves=")
     given: list[tuple[str, Any]] = [("graph", graph), ("other", other), ("timelines", timelines)]
+    given = [(name, value) for name, value in given if value is not None]
     for name, value in given + [("curves", chart) for chart in charts]:
-        ViewerError.unless(value is None or isinstance(value, Mapping), f"{name} is a dict", value, "see viewer.write")
+        ViewerError.unless(isinstance(value, Mapping), f"{name} must be a dict", value, "see viewer.write")
     for name, value in (("graph", graph), ("other", other)):
         if value is not None and value.get("format") != "sternway.graph":
             raise ViewerError(
-                f"{name} is a graph as sternway.graph exports it",
+                f"{name} must be a graph as sternway.graph exports it",
                 got=f"format {value.get('format')!r}",
                 fix="pass json.loads(graph.capture(loss).to_json())",
             )
@@ -88,11 +89,13 @@ def render(
     for series in (timelines or {"series": []})["series"]:
         for event in series["events"]:
             ViewerError.unless(
-                isinstance(event, Mapping), "an event of a timeline is a dict", event, "see viewer.write"
+                isinstance(event, Mapping), "an event of a timeline must be a dict", event, "see viewer.write"
             )
             if missing := [key for key in _EVENT if key not in event]:
                 raise ViewerError(
-                    f"an event of a timeline has {', '.join(_EVENT)}", got=f"one without {missing[0]}", fix="add it"
+                    f"an event of a timeline must have {', '.join(_EVENT)}",
+                    got=f"one without {missing[0]}",
+                    fix="add it",
                 )
     data = {"title": title, "graph": graph, "other": other, "timelines": timelines, "curves": curves}
     # "<" is the one character that could end the element or open another; JSON may write it as an escape.
@@ -100,7 +103,7 @@ def render(
         text = json.dumps(data, separators=(",", ":"), ensure_ascii=True).replace("<", "\\u003c")
     except (TypeError, ValueError, RecursionError) as error:
         raise ViewerError(
-            "a report shows what JSON can hold", got=str(error), fix="pass numbers, text, lists, dicts"
+            "the data of a report must be what JSON can hold", got=str(error), fix="pass numbers, text, lists, dicts"
         ) from None
     parts = {
         "@TITLE@": escape(title),
@@ -123,7 +126,7 @@ def _check_series(name: str, value: Json | None) -> None:
         and all(isinstance(series, Mapping) and _has(series, inner) for series in value["series"])
     ):
         raise ViewerError(
-            f"{name} have series, each with a name and {inner}",
+            f"{name} must have series, each with a name and {inner}",
             got=f"keys {', '.join(map(str, value)) or 'none'}",
             fix=f'pass {{"series": [{{"name": …, "{inner}": […]}}]}}',
         )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sternway._torch.autograd import version_of, without_autocast
+from sternway._torch.tensors import version_of, without_autocast
 from sternway.errors import PendingError
 from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator

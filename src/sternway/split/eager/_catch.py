@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from sternway._torch.autograd import tensor_hooks
+from sternway._torch.hooks import tensor_hooks
 from sternway.split._part import Cut, Edge, Node
 from sternway.split.eager._unseen import UNSEEN
 

@@ -20,13 +20,8 @@ from __future__ import annotations
 
 import threading
 
-from sternway._torch.autograd import (
-    PROBING,
-    has_node_hooks,
-    hooks_registered,
-    newest_sequence_number,
-    sequence_number,
-)
+from sternway._torch.autograd import newest_sequence_number, sequence_number
+from sternway._torch.hooks import PROBING, has_node_hooks, hooks_registered
 from sternway.split._part import Node
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sternway._storage import storage_sizes
-from sternway._torch.autograd import is_zero_tensor, storage_id, version_of
+from sternway._torch.tensors import is_zero_tensor, storage_id, version_of
 from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator, EngineCall
 from sternway.split._later import Product

@@ -1,0 +1,43 @@
+"""What the sections of a file's page share: the file, its facts, and links to its lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from sternway.atlas._records import Definition, Fact, Facts
+from sternway.atlas.pages._blocks import At, Code, Words
+from sternway.atlas.read._languages import Language
+from sternway.atlas.read._text import Text
+from sternway.atlas.relate._context import FileContext
+
+
+class About(NamedTuple):
+    """One file and everything known about it; each section of its page is a function of this."""
+
+    path: str
+    text: Text
+    language: Language
+    facts: Facts
+    context: FileContext
+
+    def at(self, line: int) -> At:
+        return At(self.path, line, f"line {line}")
+
+    def span(self, item: Definition) -> At:
+        return At(self.path, item.line, f"lines {item.line}–{item.end}") if item.end > item.line else self.at(item.line)
+
+    def groups(self, section: str) -> dict[str, list[Fact]]:
+        """The facts of one section, by kind."""
+        groups: dict[str, list[Fact]] = {}
+        for fact in self.facts.facts:
+            if fact.section == section:
+                groups.setdefault(fact.kind, []).append(fact)
+        return groups
+
+    def rows(self, groups: dict[str, list[Fact]]) -> Iterator[tuple[Words, ...]]:
+        """A table row for each fact: kind, code, note, line."""
+        for kind, found in groups.items():
+            for fact in found:
+                note = (fact.note,) if fact.note else ()
+                yield (kind,), (Code(fact.text),), note, (self.at(fact.line),)

@@ -1,0 +1,316 @@
+"""One pass over a Python file's syntax tree, which fills a ``Reading``.
+
+Each node type has a method; ``_METHODS`` at the end is the table. A type without one has its children visited.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+from sternway.atlas._records import Definition, Import
+from sternway.atlas.python._docstrings import documented_exceptions, first_paragraph
+from sternway.atlas.python._reading import FunctionNode, Reading, Use, absolute_module
+from sternway.atlas.python._scopes import FALLBACK, UNKNOWN, Scope
+
+
+def read_tree(tree: ast.Module, module: str, package: str) -> Reading:
+    """Collect everything from a module's tree."""
+    reading = Reading(module, package)
+    visitor = _Pass(reading)
+    visitor.doc(tree)
+    visitor.all(tree.body, reading.top)
+    return reading
+
+
+class _Pass:
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+        self._lines, self._kinds, self._uses = reading.lines, reading.kinds, reading.uses
+        self._depth = 0  # of loops
+        self._typing = False  # inside `if TYPE_CHECKING`
+        self._targets: dict[int, ast.AST] = {}  # the assignment around a call
+
+    def all(self, nodes: list[Any], scope: Scope) -> None:
+        for node in nodes:
+            self._visit(node, scope)
+
+    def _visit(self, node: ast.AST, scope: Scope) -> None:
+        method = _METHODS.get(type(node))
+        if method is not None:
+            method(self, node, scope)
+        else:
+            self._children(node, scope)
+
+    def _children(self, node: ast.AST, scope: Scope) -> None:
+        for field in node._fields:
+            value = getattr(node, field, None)
+            if isinstance(value, ast.AST):
+                self._visit(value, scope)
+            elif isinstance(value, list):
+                for item in value:
+                    if isinstance(item, ast.AST):
+                        self._visit(item, scope)
+
+    def _seen(self, name: str, line: int) -> None:
+        lines = self._lines.get(name)
+        if lines is None:
+            self._lines[name] = [line]
+        elif lines[-1] != line:
+            lines.append(line)
+
+    def _bound(self, name: str, kind: str, line: int) -> None:
+        if name not in self._kinds or (self._kinds[name][0] == "parameter" and kind != "parameter"):
+            self._kinds[name] = (kind, line)
+
+    # -- expressions
+
+    def _name(self, node: ast.Name, scope: Scope) -> None:
+        self._seen(node.id, node.lineno)
+        if not isinstance(node.ctx, ast.Load):
+            scope.bind(node.id)
+            self._bound(node.id, "variable", node.lineno)
+
+    def _attribute(self, node: ast.Attribute, scope: Scope) -> None:
+        self._visit(node.value, scope)
+        line = node.end_lineno or node.lineno
+        self._seen(node.attr, line)
+        if isinstance(node.ctx, ast.Store):
+            self._bound(node.attr, "attribute", line)
+        else:
+            self._uses.append(Use("attribute", node, scope, node))
+
+    def _call(self, node: ast.Call, scope: Scope) -> None:
+        self._uses.append(Use("call", node, scope, self._targets.get(id(node), node)))
+        self._children(node, scope)
+
+    def _keyword(self, node: ast.keyword, scope: Scope) -> None:
+        if node.arg:
+            self._seen(node.arg, node.lineno)
+        self._visit(node.value, scope)
+
+    def _subscript(self, node: ast.Subscript, scope: Scope) -> None:
+        if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
+            self._uses.append(Use("subscript", node, scope, node))
+        self._children(node, scope)
+
+    def _yield(self, node: ast.Yield | ast.YieldFrom, scope: Scope) -> None:
+        self.reading.yields.setdefault(scope, node.lineno)
+        self._children(node, scope)
+
+    def _comprehension(self, node: ast.expr, scope: Scope) -> None:
+        self._children(node, Scope(scope.name, scope))
+
+    def _lambda(self, node: ast.Lambda, scope: Scope) -> None:
+        inner = Scope(scope.name, scope)
+        self._arguments(node.args, scope, inner)
+        self._visit(node.body, inner)
+
+    def _arguments(self, arguments: ast.arguments, outer: Scope, inner: Scope) -> None:
+        for argument in _parameters(arguments):
+            self._seen(argument.arg, argument.lineno)
+            inner.bind(argument.arg)
+            self._bound(argument.arg, "parameter", argument.lineno)
+            if argument.annotation is not None:
+                self._visit(argument.annotation, outer)
+        self.all([*arguments.defaults, *(value for value in arguments.kw_defaults if value is not None)], outer)
+
+    # -- statements
+
+    def _loop(self, node: ast.For | ast.AsyncFor | ast.While, scope: Scope) -> None:
+        self._depth += 1
+        self.reading.loops.append((self._depth, node.lineno))
+        self._children(node, scope)
+        self._depth -= 1
+
+    def _global(self, node: ast.Global | ast.Nonlocal, scope: Scope) -> None:
+        for name in node.names:
+            self._seen(name, node.lineno)
+            scope.bind(name)
+            if isinstance(node, ast.Global):
+                self.reading.top.bind(name)
+
+    def _captured(self, node: ast.AST, scope: Scope) -> None:
+        """``except E as name``, ``case [*name]`` and similar."""
+        name = getattr(node, "name", None) or getattr(node, "rest", None)
+        if isinstance(name, str):
+            self._seen(name, node.lineno)  # type: ignore[attr-defined]  # all of these have one
+            scope.bind(name)
+            self._bound(name, "variable", node.lineno)  # type: ignore[attr-defined]
+        self._children(node, scope)
+
+    def _if(self, node: ast.If, scope: Scope) -> None:
+        self._visit(node.test, scope)
+        if self.reading.main_line == 0 and scope is self.reading.top and _is_main_guard(node.test):
+            self.reading.main_line = node.lineno
+        before = self._typing
+        if isinstance(node.test, ast.Name | ast.Attribute):
+            self._typing |= ast.unparse(node.test).rpartition(".")[2] == "TYPE_CHECKING"
+        self.all(node.body, scope)
+        self._typing = before
+        self.all(node.orelse, scope)
+
+    def _assign(self, node: ast.Assign | ast.AnnAssign, scope: Scope) -> None:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if isinstance(node.value, ast.Call):
+            self._targets[id(node.value)] = node
+        for target in targets:
+            if isinstance(target, ast.Name):
+                self._variable(target, node, scope)
+            else:
+                self._visit(target, scope)
+        if isinstance(node, ast.AnnAssign):
+            self._visit(node.annotation, scope)
+        if node.value is not None:
+            self._visit(node.value, scope)
+
+    def _variable(self, target: ast.Name, node: ast.Assign | ast.AnnAssign, scope: Scope) -> None:
+        self._seen(target.id, target.lineno)
+        is_none = isinstance(node.value, ast.Constant) and node.value.value is None
+        scope.bind(target.id, FALLBACK if is_none else UNKNOWN)
+        self._bound(target.id, "variable", target.lineno)
+        at_top = scope is self.reading.top
+        if target.id == "__all__" and at_top and isinstance(node.value, ast.List | ast.Tuple):
+            names = [item.value for item in node.value.elts if isinstance(item, ast.Constant)]
+            self.reading.exports = tuple(name for name in names if isinstance(name, str))
+        elif at_top or scope.is_class:
+            hint = f": {ast.unparse(node.annotation)}" if isinstance(node, ast.AnnAssign) else ""
+            end = node.end_lineno or node.lineno
+            self.reading.definitions.append(Definition(scope.inner(target.id), "variable", target.lineno, end, hint))
+
+    # -- imports
+
+    def _import(self, node: ast.Import, scope: Scope) -> None:
+        for alias in node.names:
+            for part in alias.name.split("."):
+                self._seen(part, alias.lineno)
+            bound = alias.asname or alias.name.partition(".")[0]
+            self.reading.imports.append(Import(node.lineno, alias.name, 0, "", bound, self._where(scope)))
+            self._bind_import(alias, bound, alias.name if alias.asname else bound, scope)
+
+    def _import_from(self, node: ast.ImportFrom, scope: Scope) -> None:
+        module = node.module or ""
+        base = absolute_module(module, node.level, self.reading.package)
+        for part in module.split("."):
+            if part:
+                self._seen(part, node.lineno)
+        for alias in node.names:
+            bound = alias.asname or alias.name
+            self.reading.imports.append(Import(node.lineno, module, node.level, alias.name, bound, self._where(scope)))
+            if alias.name == "*":
+                scope.star = True
+                continue
+            self._seen(alias.name, alias.lineno)
+            self._bind_import(alias, bound, f"{base}.{alias.name}" if base is not None else UNKNOWN, scope)
+
+    def _bind_import(self, alias: ast.alias, bound: str, meaning: str, scope: Scope) -> None:
+        if alias.asname:
+            self._seen(bound, alias.lineno)
+        scope.bind(bound, meaning)
+        self._bound(bound, "import", alias.lineno)
+
+    def _where(self, scope: Scope) -> str:
+        if self._typing:
+            return "typing"
+        while scope.is_class and scope.parent is not None:
+            scope = scope.parent
+        return "module" if scope is self.reading.top else "function"
+
+    # -- definitions
+
+    def _function(self, node: FunctionNode, scope: Scope) -> None:
+        name = self._define(node, "method" if scope.is_class else "function", scope)
+        self.reading.functions[name] = node
+        arguments = [*node.args.posonlyargs, *node.args.args]
+        static = any(isinstance(item, ast.Name) and item.id == "staticmethod" for item in node.decorator_list)
+        self_name = arguments[0].arg if scope.is_class and arguments and not static else ""
+        inner = Scope(name, scope, self_name=self_name)
+        self._arguments(node.args, scope, inner)
+        if node.returns is not None:
+            self._visit(node.returns, scope)
+        depth, self._depth = self._depth, 0
+        self.all(node.body, inner)
+        self._depth = depth
+        self.reading.bodies.append((name, node, inner))
+
+    def _class(self, node: ast.ClassDef, scope: Scope) -> None:
+        name = self._define(node, "class", scope)
+        self.reading.classes[name] = node
+        for base in node.bases:
+            self._uses.append(Use("base", base, scope, node))
+        self.all([*node.bases, *node.keywords], scope)
+        self.all(node.body, Scope(name, scope, is_class=True))
+
+    def _define(self, node: FunctionNode | ast.ClassDef, kind: str, scope: Scope) -> str:
+        """Record a definition; its dotted name in the file."""
+        name, line = scope.inner(node.name), node.lineno
+        self._seen(node.name, line)
+        scope.bind(node.name, f"{self.reading.module}.{name}")
+        self._bound(node.name, kind, line)
+        for decorator in node.decorator_list:
+            self._uses.append(Use("decorator", decorator, scope, node))
+            self._visit(decorator, scope)
+        if isinstance(node, ast.ClassDef):
+            inside = [ast.unparse(base) for base in node.bases] + [ast.unparse(word) for word in node.keywords]
+            signature = f"({', '.join(inside)})" if inside else ""
+        else:
+            signature = f"({ast.unparse(node.args)})" + (f" -> {ast.unparse(node.returns)}" if node.returns else "")
+        text = self.doc(node)
+        decorators = tuple(ast.unparse(item) for item in node.decorator_list)
+        is_async = isinstance(node, ast.AsyncFunctionDef)
+        end, raises = node.end_lineno or line, documented_exceptions(text)
+        self.reading.definitions.append(
+            Definition(name, kind, line, end, signature, decorators, first_paragraph(text), is_async, raises)
+        )
+        return name
+
+    def doc(self, node: ast.Module | ast.ClassDef | FunctionNode) -> str:
+        """Record a docstring; its cleaned text."""
+        text = ast.get_docstring(node)
+        if text:
+            self.reading.docs.append((ast.get_docstring(node, clean=False) or "", node.body[0].lineno))
+        return text or ""
+
+
+_METHODS: dict[type, Any] = {
+    ast.Name: _Pass._name,
+    ast.Attribute: _Pass._attribute,
+    ast.Call: _Pass._call,
+    ast.keyword: _Pass._keyword,
+    ast.Subscript: _Pass._subscript,
+    ast.Lambda: _Pass._lambda,
+    ast.Assign: _Pass._assign,
+    ast.AnnAssign: _Pass._assign,
+    ast.Import: _Pass._import,
+    ast.ImportFrom: _Pass._import_from,
+    ast.If: _Pass._if,
+    ast.FunctionDef: _Pass._function,
+    ast.AsyncFunctionDef: _Pass._function,
+    ast.ClassDef: _Pass._class,
+    **dict.fromkeys((ast.Yield, ast.YieldFrom), _Pass._yield),
+    **dict.fromkeys((ast.For, ast.AsyncFor, ast.While), _Pass._loop),
+    **dict.fromkeys((ast.Global, ast.Nonlocal), _Pass._global),
+    **dict.fromkeys((ast.ExceptHandler, ast.MatchAs, ast.MatchStar, ast.MatchMapping), _Pass._captured),
+    **dict.fromkeys((ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp), _Pass._comprehension),
+    **dict.fromkeys((ast.Constant, ast.Load, ast.Store), lambda *_: None),
+}
+
+
+def _parameters(arguments: ast.arguments) -> Iterator[ast.arg]:
+    yield from (*arguments.posonlyargs, *arguments.args)
+    if arguments.vararg:
+        yield arguments.vararg
+    yield from arguments.kwonlyargs
+    if arguments.kwarg:
+        yield arguments.kwarg
+
+
+def _is_main_guard(test: ast.expr) -> bool:
+    return (
+        isinstance(test, ast.Compare)
+        and isinstance(test.left, ast.Name)
+        and test.left.id == "__name__"
+        and isinstance(test.comparators[0], ast.Constant)
+        and test.comparators[0].value == "__main__"
+    )

@@ -1,0 +1,75 @@
+"""What one pass over a Python file's syntax tree collects, and what its names mean.
+
+The pass (``_pass.py``) only collects. Names are resolved afterwards, because an import may come after its use.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import NamedTuple
+
+from sternway.atlas._records import Definition, Import
+from sternway.atlas.python._scopes import Scope
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Use(NamedTuple):
+    """An expression whose meaning is looked up after the pass."""
+
+    kind: str  # "call", "decorator", "base", "subscript", "attribute"
+    node: ast.expr
+    scope: Scope
+    statement: ast.AST  # the definition or the assignment around it, where that matters
+
+
+class Reading:
+    """Everything that the pass collects from one module."""
+
+    def __init__(self, module: str, package: str) -> None:
+        self.module, self.package = module, package
+        self.top = Scope("", None)
+        self.uses: list[Use] = []
+        self.lines: dict[str, list[int]] = {}  # every identifier
+        self.kinds: dict[str, tuple[str, int]] = {}  # identifiers bound here: kind and defining line
+        self.loops: list[tuple[int, int]] = []  # depth, line
+        self.yields: dict[Scope, int] = {}  # the first line that yields, for each function that does
+        self.definitions: list[Definition] = []
+        self.imports: list[Import] = []
+        self.docs: list[tuple[str, int]] = []  # docstrings with their first line
+        self.classes: dict[str, ast.ClassDef] = {}
+        self.functions: dict[str, FunctionNode] = {}
+        self.bodies: list[tuple[str, FunctionNode, Scope]] = []  # every function, also two with the same name
+        self.exports: tuple[str, ...] = ()
+        self.main_line = 0
+
+    def absolute(self, node: ast.expr, scope: Scope) -> str:
+        """The absolute dotted name of ``a.b.c``; empty if it is not known."""
+        attributes: list[str] = []
+        while isinstance(node, ast.Attribute):
+            attributes.append(node.attr)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            return ""
+        owner = scope.method_owner(node.id) if len(attributes) == 1 else ""
+        if owner:
+            name = f"{owner}.{attributes[0]}"
+            return f"{self.module}.{name}" if name in self.functions else ""
+        meaning = scope.find(node.id)
+        return ".".join([meaning, *reversed(attributes)]) if meaning else ""
+
+
+def absolute_module(module: str, level: int, package: str) -> str | None:
+    """The module that ``from ..module import`` means in ``package``; None if it goes above the top package.
+
+    Example:
+        >>> absolute_module("graph", 2, "a.b.c"), absolute_module("", 1, "a"), absolute_module("x", 0, "a")
+        ('a.b.graph', 'a', 'x')
+    """
+    if not level:
+        return module
+    parts = package.split(".") if package else []
+    if level - 1 > len(parts) or not parts:
+        return None
+    parts = parts[: len(parts) - (level - 1)]
+    return ".".join([*parts, module] if module else parts)

@@ -1,0 +1,98 @@
+"""Train twice under torchrun, once undisturbed and once with processes killed: both must end with the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sternway.errors import PipelineError
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosOptions:
+    """One run of training. ``kills`` are (step, rank): the first happens in the first life, and so on."""
+
+    folder: str
+    steps: int
+    dim: int
+    layers: int
+    microbatches: int
+    length: int = 32
+    save_every: int = 4
+    kills: tuple[tuple[int, int], ...] = ()
+
+    def to_json(self) -> str:
+        """As text for the command line of the processes."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> ChaosOptions:
+        """What ``to_json`` wrote."""
+        content = json.loads(text)
+        content["kills"] = tuple((step, rank) for step, rank in content["kills"])
+        return ChaosOptions(**content)
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosLog:
+    """What the processes of one run noted: each note has a ``kind``, a ``time``, and more."""
+
+    notes: list[dict[str, Any]]
+    seconds: float
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The notes of a kind: "life", "step", "kill" or "done"."""
+        return [note for note in self.notes if note["kind"] == kind]
+
+    @property
+    def weights(self) -> str:
+        """A digest of the weights at the end."""
+        return str(self.of("done")[-1]["weights"]) if self.of("done") else ""
+
+
+def train_with_kills(options: ChaosOptions, *, ranks: int, kills: int) -> tuple[ChaosLog, ChaosLog]:
+    """Train undisturbed, and then with ``kills`` processes killed at random; each run in its own folder.
+
+    Raises:
+        PipelineError: a run did not finish, or a folder cannot be written to.
+    """
+    chance = random.Random(0)
+    last = options.steps - 2
+    moments = sorted(chance.sample(range(1, max(2, last)), min(kills, max(1, last - 1))))
+    chosen = tuple((step, chance.randrange(ranks)) for step in moments)
+    folder = Path(options.folder)
+    undisturbed = _run(replace(options, folder=str(folder / "calm")), ranks)
+    return undisturbed, _run(replace(options, folder=str(folder / "chaos"), kills=chosen), ranks)
+
+
+def _run(options: ChaosOptions, ranks: int) -> ChaosLog:
+    folder = Path(options.folder)
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise PipelineError("the folder must be writable", got=str(error), fix="choose another with --out") from None
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["--max-restarts", str(len(options.kills) + 1), "-m", "sternway.demo._chaos_rank", options.to_json()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a new life finds the addresses of the one before
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    start = time.monotonic()
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise PipelineError(
+            "training under torchrun did not finish",
+            got=f"exit {done.returncode}: {done.stderr.decode(errors='replace')[-800:]}",
+            fix=f"see the reports in {folder / 'reports'}",
+        )
+    lines = (folder / "notes.jsonl").read_text(encoding="utf-8").splitlines()
+    return ChaosLog([json.loads(line) for line in lines], time.monotonic() - start)

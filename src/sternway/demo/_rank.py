@@ -1,0 +1,186 @@
+"""What each process of the demo does: check the gradients, train, and time a step beside torch's schedules."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not exported to mypy
+
+from sternway.demo._gpt import GPT
+from sternway.demo._text import batches, next_byte_loss, standard_library
+from sternway.demo._train import DemoOptions, DemoOutcome
+from sternway.pipeline import Pipeline, partition
+
+
+def run(rank: int, port: int, options: DemoOptions, reports: Any) -> None:
+    """One process. Rank 0 puts ("progress", steps, text) and at last ("done", outcome) into ``reports``.
+
+    A rank that fails puts ("error", text).
+    """
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
+    try:
+        outcome = _run(rank, options, reports)
+        if rank == 0:
+            reports.put(("done", outcome))
+        dist.barrier()
+    except Exception as error:
+        reports.put(("error", f"rank {rank}: {error}"))
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def _run(rank: int, options: DemoOptions, reports: Any) -> DemoOutcome:
+    data = batches(standard_library(), options.rows * options.microbatches, options.length)
+    torch.manual_seed(0)
+    model = GPT(vocabulary=256, dim=options.dim, heads=4, layers=options.layers, length=options.length)
+    alone = copy.deepcopy(model)
+    x, target = next(data)
+    sample = slice(0, options.rows)
+    pipe = Pipeline(
+        copy.deepcopy(model),
+        schedule=options.schedule,
+        n_microbatches=options.microbatches,
+        loss_fn=next_byte_loss,
+        sample=x[sample],
+        sample_target=target[sample],
+    )
+    outcome = DemoOutcome(schedule_name=pipe.schedule.name)
+    outcome.gradient_error = _compare_gradients(pipe, alone, x, target)
+    outcome.planned = pipe.schedule.simulate(pipe.costs)
+    outcome.planned_bubble = outcome.planned.bubble_rate
+
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+    for step in range(options.steps):
+        x, target = next(data)
+        start = time.perf_counter()
+        result = pipe.step(x, target=target, loss_everywhere=True, record=False)
+        pipe.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert result.loss is not None
+        outcome.losses.append(float(result.loss))
+        if rank == 0:
+            speed = x.numel() / (time.perf_counter() - start)
+            reports.put(("progress", step + 1, f"loss {outcome.losses[-1]:.3f}, {speed:,.0f} tokens/s"))
+    _compare_speed(rank, options, pipe, model, alone, x, target, outcome, reports)
+    outcome.measured_bubble = outcome.measured.bubble_rate
+    return outcome
+
+
+def _compare_gradients(pipe: Pipeline, alone: GPT, x: Tensor, target: Tensor) -> float:
+    """The largest relative difference between this pipeline's gradients and one process's, over all ranks."""
+    pipe.step(x, target=target)
+    torch.autograd.backward(next_byte_loss(alone(x), target))
+    whole = dict(alone.named_parameters())
+    worst = 0.0
+    for name, parameter in pipe.named_parameters():
+        expected = whole[name].grad
+        assert parameter.grad is not None
+        assert expected is not None
+        worst = max(worst, float((parameter.grad - expected).norm() / expected.norm()))
+        parameter.grad = None
+    alone.zero_grad()
+    everywhere = torch.tensor(worst)
+    dist.all_reduce(everywhere, dist.ReduceOp.MAX)
+    return float(everywhere)
+
+
+def _compare_speed(
+    rank: int,
+    options: DemoOptions,
+    pipe: Pipeline,
+    model: GPT,
+    alone: GPT,
+    x: Tensor,
+    target: Tensor,
+    outcome: DemoOutcome,
+    reports: Any,
+) -> None:
+    """One step in each way, again and again in turn, so that a slow moment of the machine touches all."""
+
+    def one_process() -> None:
+        pieces = zip(x.chunk(options.microbatches), target.chunk(options.microbatches), strict=True)
+        for part, goal in pieces:
+            torch.autograd.backward(next_byte_loss(alone(part), goal) / options.microbatches)
+
+    def ours() -> None:
+        outcome.measured = pipe.step(x, target=target).timeline
+
+    ways: dict[str, Callable[[], None]] = {f"sternway {pipe.schedule.name}": ours}
+    for name, placement in _torch_schedules(options.ranks).items():
+        ways[f"torch {name}"] = _torch_step(rank, name, placement, copy.deepcopy(model), options, x, target)
+    seconds: dict[str, list[float]] = {name: [] for name in ("one process", *ways)}
+    for number in range(options.compared_steps + 1):
+        if rank == 0:
+            reports.put(("progress", options.steps, f"comparing with torch's schedules, round {number}"))
+            seconds["one process"].append(_time(one_process))
+        for name, way in ways.items():
+            dist.barrier()
+            _reset_peak()
+            seconds[name].append(_time(way))
+            outcome.peaks[name] = max(outcome.peaks.get(name, 0), _peak())
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items() if values}
+    outcome.one_process = medians.pop("one process", 0.0)
+    outcome.seconds = medians
+
+
+def _torch_schedules(ranks: int) -> dict[str, list[list[int]]]:
+    return {
+        "Schedule1F1B": [[rank] for rank in range(ranks)],
+        "ScheduleZBVZeroBubble": [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)],
+    }
+
+
+def _torch_step(
+    rank: int, name: str, placement: list[list[int]], model: nn.Module, options: DemoOptions, x: Tensor, target: Tensor
+) -> Callable[[], None]:
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import schedules
+
+    count = sum(map(len, placement))
+    modules = partition(model, ranks=options.ranks, stages_per_rank=count // options.ranks)
+    stages = [pipelining.PipelineStage(modules[i], i, count, torch.device("cpu")) for i in placement[rank]]
+    kind = getattr(schedules, name)
+    schedule = kind(stages if len(placement[rank]) > 1 else stages[0], options.microbatches, loss_fn=next_byte_loss)
+
+    def step() -> None:
+        inputs = (x,) if 0 in placement[rank] else ()
+        keywords: dict[str, Any] = {"target": target, "losses": []} if count - 1 in placement[rank] else {}
+        schedule.step(*inputs, **keywords)
+
+    return step
+
+
+def _time(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def _reset_peak() -> None:
+    """Have the kernel count this process's peak memory from now on (Linux)."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        pass
+
+
+def _peak() -> int:
+    """This process's peak resident memory in bytes since ``_reset_peak``; 0 where the kernel does not say."""
+    try:
+        with open("/proc/self/status") as file:
+            lines = [line for line in file if line.startswith("VmHWM")]
+        return 1024 * int(lines[0].split()[1])
+    except (OSError, IndexError):
+        return 0

@@ -1,0 +1,93 @@
+"""Start the processes of the demo, and follow them until rank 0 has a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.multiprocessing
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not exported to mypy
+
+from sternway.errors import PipelineError
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """How large the demo is."""
+
+    ranks: int = 2
+    schedule: str = "auto"
+    steps: int = 30
+    microbatches: int = 8
+    rows: int = 2  # in a microbatch
+    length: int = 64
+    dim: int = 256
+    layers: int = 8
+    compared_steps: int = 6
+
+
+@dataclass(slots=True)
+class DemoOutcome:
+    """What rank 0 reports at the end; times in seconds, memory in bytes."""
+
+    losses: list[float] = field(default_factory=list)
+    gradient_error: float = 0.0
+    one_process: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+    planned_bubble: float = 0.0
+    measured_bubble: float = 0.0
+    schedule_name: str = ""
+    planned: Any = None  # Timelines
+    measured: Any = None
+
+    def efficiency(self, ranks: int) -> dict[str, float]:
+        """For each way to run a step, one process's time over the time of all ranks together."""
+        return {name: self.one_process / (ranks * seconds) for name, seconds in self.seconds.items()}
+
+
+def train(options: DemoOptions, progress: Callable[[int, str], None] = lambda steps, text: None) -> DemoOutcome:
+    """Train across ``options.ranks`` local processes, then time a step beside one process and torch's schedules.
+
+    Args:
+        options: the size of the model, the data and the pipeline.
+        progress: called with the number of steps done and a line about what goes on.
+
+    Raises:
+        PipelineError: a process failed.
+    """
+    from sternway.demo._rank import run
+
+    context: Any = torch.multiprocessing.get_context("spawn")
+    reports = context.SimpleQueue()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a free port, held from here on
+    processes = [
+        context.Process(target=run, args=(rank, store.port, options, reports), daemon=True)
+        for rank in range(options.ranks)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        while True:
+            kind, *values = _next_report(reports, processes)
+            if kind == "done":
+                outcome: DemoOutcome = values[0]
+                return outcome
+            if kind == "error":
+                raise PipelineError("a process of the demo failed", got=values[0], fix="see what it printed")
+            progress(*values)
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+
+
+def _next_report(reports: Any, processes: list[Any]) -> tuple[Any, ...]:
+    while reports.empty():
+        if all(not process.is_alive() for process in processes) and reports.empty():  # nothing came since, either
+            raise PipelineError("all processes of the demo ended without a result", fix="see what they printed")
+        processes[0].join(timeout=0.05)
+    report: tuple[Any, ...] = reports.get()
+    return report

@@ -1,0 +1,88 @@
+"""Checks of the arguments of ``Pipeline``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from sternway.errors import PipelineError
+from sternway.pipeline.build._plan import BuildPlan
+from sternway.pipeline.step._microbatch import ChunkSpec
+from sternway.pipeline.transport._routes import MAIN
+from sternway.pipeline.transport._transport import Transport
+from sternway.schedule import Schedule
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (type(value) is int and value >= 1)
+
+
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "stages": ("be {index: module}, or a whole model", lambda value: isinstance(value, Mapping | nn.Module)),
+    "schedule": ('be a Schedule, the name of one, or "auto"', lambda value: isinstance(value, Schedule | str)),
+    "n_microbatches": ("be a number from 1 on", _is_count),
+    "ranks": ("be a number from 1 on", _is_count),
+    "transport": ("be a Transport", lambda value: isinstance(value, Transport | None)),
+    "chunk": ("be Chunk(dim), Presplit() or Replicate()", lambda value: isinstance(value, ChunkSpec)),
+    "loss_fn": ("be a function of output and target", lambda value: value is None or callable(value)),
+    "mesh": ("be a DeviceMesh", lambda value: value is None or hasattr(value, "get_group")),
+    "reports": ("be a folder", lambda value: isinstance(value, str | os.PathLike | None)),
+}
+
+
+def check_arguments(**arguments: Any) -> None:
+    """Raise unless each of these arguments of ``Pipeline`` has the right type."""
+    for name, value in arguments.items():
+        rule, fits = _RULES[name]
+        if not fits(value):
+            got = f"{type(value).__name__} {value!r:.80}"
+            raise PipelineError(f"{name} must {rule}", got=got, fix="see the arguments of Pipeline")
+
+
+def check_placement(plan: BuildPlan, ranks: int, transport: Transport) -> None:
+    """Raise unless the schedule is valid, is for these ranks, and places exactly the stages that are here on them."""
+    schedule = plan.schedule.check()
+    if schedule.ranks != ranks:
+        raise PipelineError(
+            f"schedule {schedule.name} is for {schedule.ranks} ranks",
+            got=f"{ranks} ranks",
+            fix="make one for that many",
+        )
+    for rank in transport.mine or range(ranks):
+        missing = [stage for stage in schedule.placement[rank] if stage not in plan.modules]
+        if missing:
+            raise PipelineError(
+                f"rank {rank} must hold the stages {list(schedule.placement[rank])}, where {schedule.name} places them",
+                got=f"no stage {missing[0]}, but {sorted(plan.modules)}",
+                fix="pass {index: module} for each of them",
+            )
+    mine = {stage for rank in transport.mine or range(ranks) for stage in schedule.placement[rank]}
+    extra = sorted(plan.modules.keys() - mine)
+    if extra:
+        raise PipelineError(
+            f"{schedule.name} places only the stages {sorted(mine)} here",
+            got=f"stage {extra[0]} too",
+            fix="leave it out",
+        )
+
+
+def checked_skips(skips: Mapping[str, tuple[int, int]] | None, num_stages: int) -> dict[str, tuple[int, int]]:
+    """The skips, if each leads from a stage to a later one."""
+    if skips is None:
+        return {}
+    rule = "skips must be {name: (from stage, to stage)}"
+    PipelineError.unless(isinstance(skips, Mapping), rule, skips, "pass a dict")
+    for name, way in skips.items():
+        fits = isinstance(name, str) and isinstance(way, tuple | list) and [type(part) for part in way] == [int, int]
+        PipelineError.unless(fits, rule, (name, way), "pass the numbers of two stages")
+        source, target = way
+        if name == MAIN or not 0 <= source < target < num_stages:
+            raise PipelineError(
+                f"a skip must lead from a stage to a later one, of {num_stages}",
+                got=f"{name}: from {source} to {target}",
+                fix='name stages in order, and the skip anything but "main"',
+            )
+    return dict(skips)

@@ -1,0 +1,103 @@
+"""Signs of life: each rank writes its own into the store, and reads those of others.
+
+A rank reads the sign of the next rank only. The ranks form a ring, so the cost per rank does not grow with their
+number. After a connection was lost, a rank reads the signs of all, and waits for less time, to find out who it was.
+
+No threads and no waiting here: ``_watch.py`` calls this, and tests call it with a clock of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from sternway.pipeline.faults._lost import LostRank, Position
+
+CLOSED = "closed"
+
+
+class SignsOfLife:
+    """One rank's side.
+
+    Args:
+        store: a store of torch.distributed, with a prefix that no other pipeline uses.
+        rank: this rank.
+        ranks: how many there are.
+        timeout: a rank whose sign does not change for so many seconds is lost.
+        clock: the time in seconds.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, ranks: int, timeout: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.timeout, self.interval = timeout, min(1.0, timeout / 6)
+        self.suspicious = False  # set once a connection was lost
+        self.awaited: Callable[[int], Position | None] = lambda rank: None  # what this rank waits for from another
+        self._store, self._rank, self._ranks, self._clock = store, rank, ranks, clock
+        self._count = 0
+        self._seen: dict[int, tuple[str, float]] = {}  # each rank's last sign, and when it was new
+        self._asked: set[int] = set()  # ranks that were looked at since a connection was lost
+        self._alive: set[int] = set()  # those of them whose sign has changed after that
+
+    def write(self, position: Position) -> None:
+        """Write a new sign of this rank."""
+        self._count += 1
+        self._store.set(f"beat/{self._rank}", json.dumps({"count": self._count, "position": asdict(position)}))
+
+    def write_closed(self) -> None:
+        """Write that this rank leaves on purpose, so that no rank counts it as lost."""
+        self._store.set(f"beat/{self._rank}", CLOSED)
+
+    def look(self, position: Position) -> LostRank | None:
+        """The rank that was lost, if the signs say so. ``position`` is this rank's own."""
+        if not self.suspicious:
+            return self._missing((self._rank + 1) % self._ranks, self.timeout)
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        for rank in others:
+            if (lost := self._missing(rank, min(self.timeout, max(1.0, 3 * self.interval)))) is not None:
+                return lost
+        if all(rank in self._alive for rank in others):
+            return LostRank(self._rank, "its connection to another rank was lost, though all ranks are alive", position)
+        return None
+
+    def _missing(self, rank: int, limit: float) -> LostRank | None:
+        """A rank whose sign has not changed for ``limit`` seconds."""
+        key, now = f"beat/{rank}", self._clock()
+        sign = self._store.get(key).decode() if self._store.check([key]) else ""
+        if rank not in self._seen or self._seen[rank][0] != sign:
+            if rank in self._asked:
+                self._alive.add(rank)
+            self._seen[rank] = sign, now
+        if self.suspicious:
+            self._asked.add(rank)
+        silent = now - self._seen[rank][1]
+        if silent <= limit or sign == CLOSED:
+            return None
+        position = self.awaited(rank) or (Position(**json.loads(sign)["position"]) if sign else Position())
+        return LostRank(rank, f"no sign of life for {silent:.1f} s: it died, was stopped, or hangs", position)
+
+    # What the ranks tell each other about a loss
+
+    def report(self, lost: LostRank) -> LostRank:
+        """Tell all ranks of a loss; the one that was told first, which may be another rank's."""
+        return LostRank.from_json(self._store.compare_set("error", "", lost.to_json()).decode())
+
+    def reported(self) -> LostRank | None:
+        """The loss that a rank told of, if any."""
+        return LostRank.from_json(self._store.get("error").decode()) if self._store.check(["error"]) else None
+
+    def confirm(self) -> None:
+        """Say that this rank knows of the loss."""
+        self._store.set(f"heard/{self._rank}", "")
+
+    def all_confirmed(self, lost: LostRank) -> bool:
+        """Whether every other rank that is left knows of the loss."""
+        others = [f"heard/{rank}" for rank in range(self._ranks) if rank not in (self._rank, lost.rank)]
+        return not others or bool(self._store.check(others))
+
+    def last_seen(self) -> dict[int, str]:
+        """The last sign of each rank that was looked at."""
+        return {rank: sign for rank, (sign, _) in self._seen.items()}

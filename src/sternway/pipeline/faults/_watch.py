@@ -1,0 +1,171 @@
+"""Find a rank that died, was stopped or hangs, tell every other rank, and wake those that wait for it.
+
+A process that dies closes its connections: whoever waits for it wakes with an error, but does not know which rank it
+was. A process that is stopped keeps them open, and nobody wakes. So each rank has a thread that writes a sign of life
+into the store and reads those of others (``_signs.py``). Whoever finds a rank lost, or fails itself, writes that into
+the store; all others read it there and cut their own connections, which wakes their main threads.
+
+One process holds the store, and that process may be the one that is lost. A second thread therefore looks at nothing
+but the clock, and notices when the first one gets no answer from the store. If the process that holds the store learns
+of a loss, it stays until the others know of it, too.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from torch.distributed.distributed_c10d import PrefixStore
+
+from sternway._torch import distributed
+from sternway.pipeline.faults._lost import LostRank, Position
+from sternway.pipeline.faults._signs import CLOSED, SignsOfLife
+
+
+class Watch:
+    """Two threads that watch over the ranks until ``stop``.
+
+    Args:
+        store: torch's store. The watch makes its own connection to it.
+        prefix: for keys in the store; the same on every rank, and used by no other pipeline.
+        rank: this rank.
+        ranks: how many there are.
+        heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost.
+        holder: the process that holds the store, in words.
+        holds_store: whether that is this process.
+        wake: called once when a rank is lost, to wake the main thread.
+
+    Attributes:
+        lost: the rank that was lost, or None.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        prefix: str,
+        rank: int,
+        ranks: int,
+        heartbeat_timeout: float,
+        holder: str,
+        holds_store: bool,
+        wake: Callable[[], None],
+    ) -> None:
+        self.lost: LostRank | None = None
+        connection = distributed.own_connection(store, max(1.0, heartbeat_timeout))
+        self._signs = SignsOfLife(PrefixStore(prefix, connection), rank, ranks, heartbeat_timeout)
+        self._position: Callable[[], Position] = Position
+        self._rank, self._timeout, self._interval = rank, heartbeat_timeout, self._signs.interval
+        self._holder, self._holds_store, self._wake = holder, holds_store, wake
+        self._told: LostRank | None = None  # this rank's own failure
+        self._answered = time.monotonic()
+        self._decided, self._stop, self._hurry = threading.Event(), threading.Event(), threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=target, name=f"sternway-{name}", daemon=True)
+            for name, target in (("beat", self._beat), ("guard", self._guard))
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.stop)  # a thread inside the store's code when Python ends would crash the process
+
+    # For the rank's own thread
+
+    def follow(
+        self,
+        *,
+        position: Callable[[], Position] | None = None,
+        awaited: Callable[[int], Position | None] | None = None,
+    ) -> None:
+        """Ask these functions, from a thread, where this rank is, and what it waits for from another rank."""
+        self._position = position or self._position
+        self._signs.awaited = awaited or self._signs.awaited
+
+    def position(self) -> Position:
+        """Where this rank is."""
+        return self._position()
+
+    def tell(self, what: str) -> None:
+        """This rank fails: let the others know, unless one failed before."""
+        self._told = LostRank(self._rank, what, self._position())
+        self._hurry.set()
+        self._decided.wait(self._timeout)
+
+    def cause(self) -> LostRank:
+        """A connection was lost: which rank was it? Takes ``heartbeat_timeout`` seconds, or little more."""
+        self._signs.suspicious = True
+        self._hurry.set()
+        self._decided.wait(self._timeout + 4 * self._interval)
+        return self.lost or LostRank(None, "a connection was lost")
+
+    def last_seen(self) -> dict[int, str]:
+        """The last sign of life of each rank that was looked at."""
+        return self._signs.last_seen()
+
+    def stop(self) -> None:
+        """Leave on purpose: no rank counts this one as lost."""
+        atexit.unregister(self.stop)
+        self._stop.set()
+        self._hurry.set()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(timeout=3 * self._interval + 2)
+
+    # The threads
+
+    def _beat(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._once()
+                self._answered = time.monotonic()
+            except RuntimeError:  # what the store's client raises when the other side is gone
+                left = CLOSED in self._signs.last_seen().values()  # a rank closed its pipeline, and the store with it
+                if not self._stop.is_set() and not left:
+                    self._decide(LostRank(None, f"the store is gone, which {self._holder} held"))
+                return
+            self._hurry.wait(self._interval / 2 if self._signs.suspicious else self._interval)
+            self._hurry.clear()
+        with suppress(RuntimeError):  # there may be no store any more
+            self._stay()
+            self._signs.write_closed()
+
+    def _once(self) -> None:
+        self._signs.write(self._position())
+        if self.lost is None and (lost := self._news()) is not None:
+            self._decide(lost)
+            self._signs.confirm()
+
+    def _news(self) -> LostRank | None:
+        """The loss that was told first, whether by another rank or by this one."""
+        if self._told is None and (lost := self._signs.reported()) is not None:
+            return lost
+        found = self._told or self._signs.look(self._position())
+        return None if found is None else self._signs.report(found)
+
+    def _stay(self) -> None:
+        """If the store ends with this process and a rank was lost: let the others hear of it first."""
+        if self.lost is None or not self._holds_store:
+            return
+        end = time.monotonic() + 2 * self._interval + 1
+        while not self._signs.all_confirmed(self.lost) and time.monotonic() < end:
+            time.sleep(self._interval / 10)
+
+    def _guard(self) -> None:
+        while not self._stop.wait(self._interval):
+            silent = time.monotonic() - self._answered
+            if silent > self._timeout:
+                what = f"the store, which {self._holder} holds, has not answered for {silent:.1f} s"
+                self._decide(LostRank(None, what))
+                return
+
+    def _decide(self, lost: LostRank) -> None:
+        with self._lock:
+            if self.lost is not None:
+                return
+            self.lost = lost
+        self._decided.set()
+        if self._told is None:  # a rank that fails itself waits for nobody
+            self._wake()

@@ -1,0 +1,59 @@
+"""The arguments of one step, and the microbatches that they make on one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sternway.errors import PipelineError
+from sternway.pipeline.step._microbatch import ChunkSpec, Microbatch, cut, weights
+from sternway.pipeline.step._stage import Stage
+from sternway.pipeline.transport._facts import checksum
+from sternway.pipeline.transport._payload import pack
+from sternway.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The arguments of ``Pipeline.step`` that are data."""
+
+    inputs: tuple[Any, ...]
+    keywords: dict[str, Any]
+    target: Any
+    stage_kwargs: dict[str, Any] | None
+
+    def cut(self, stages: dict[int, Stage], schedule: Schedule, chunk: ChunkSpec, training: bool) -> list[Microbatch]:
+        """The microbatches, with what the stages of this process need of each.
+
+        Raises:
+            PipelineError: if inputs are missing for the first stage, or a loss or target for the last, or there are too
+                few rows.
+        """
+        count, last = schedule.n_microbatches, schedule.num_stages - 1
+        has_loss = last in stages and stages[last].loss_fn is not None
+        if training and last in stages and (not has_loss or self.target is None):
+            raise PipelineError(
+                "training needs a loss and a target on the rank of the last stage",
+                got="no loss" if not has_loss else "no target",
+                fix="pass loss_fn= to Pipeline and target= to step, at least on that rank",
+            )
+        if 0 in stages and not self.inputs and not self.keywords:
+            raise PipelineError("the rank of the first stage needs the batch", got="no inputs", fix="pass it to step")
+        if self.stage_kwargs is not None and not isinstance(self.stage_kwargs, dict):
+            raise PipelineError(
+                "stage_kwargs must be a dict of keyword arguments",
+                got=type(self.stage_kwargs).__name__,
+                fix="pass {name: value}",
+            )
+        arguments = cut(self.inputs, count, chunk, "the batch") if 0 in stages else [()] * count
+        named = cut(self.keywords, count, chunk, "the batch") if 0 in stages else [None] * count
+        targets = cut(self.target, count, chunk, "the target") if last in stages else [None] * count
+        shared = cut(self.stage_kwargs, count, chunk, "stage_kwargs")
+        shares = weights(targets if self.target is not None else arguments, chunk)
+        return [Microbatch(*parts) for parts in zip(arguments, named, shared, targets, shares, strict=True)]
+
+
+def shapes_checksum(microbatches: list[Microbatch]) -> int:
+    """A number that changes when the shapes of a batch do."""
+    specs = [pack([m.arguments, m.keywords, m.stage_kwargs])[0] for m in microbatches]
+    return checksum(repr([[(t.shape, str(t.dtype)) for t in spec.tensors] for spec in specs]))

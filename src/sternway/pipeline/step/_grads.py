@@ -1,0 +1,203 @@
+"""Gradients that concern more than one rank: tied parameters, data parallel copies, the norm over all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sternway._torch.tensors import scale_each
+from sternway.errors import PipelineError
+from sternway.pipeline.step._stage import Stage, named_parameters
+from sternway.pipeline.transport._transport import Transport
+
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """One parameter that has several names, on one rank or several."""
+
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]  # those that hold one of the names
+    here: tuple[nn.Parameter, ...]  # those of this process
+    counted_here: bool  # whether this process counts it in norms
+
+
+def all_ties(tied: Sequence[Sequence[str]], model: Any) -> list[Sequence[str]]:
+    """The ties that were asked for, and those inside a whole model."""
+    rule, fix = "tied must be a list of groups of parameter names", 'pass [("tokens.weight", "head.weight")]'
+    PipelineError.unless(isinstance(tied, Sequence) and not isinstance(tied, str | bytes), rule, tied, fix)
+    for group in tied:
+        fits = isinstance(group, Sequence) and not isinstance(group, str | bytes)
+        PipelineError.unless(fits and all(isinstance(name, str) for name in group), rule, group, fix)
+    groups: dict[int, list[str]] = {}
+    if isinstance(model, nn.Module):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            groups.setdefault(id(parameter), []).append(name)
+    return [*tied, *(names for names in groups.values() if len(names) > 1)]
+
+
+def resolve_ties(
+    groups: Sequence[Sequence[str]],
+    stages: Mapping[int, Stage],
+    placement: Mapping[int, Sequence[int]],
+    transport: Transport,
+) -> list[Tie]:
+    """Find which ranks hold the names of each group, and give all copies the values of the first."""
+    named = {
+        rank: {
+            name: parameter
+            for index in placement[rank]
+            for name, parameter in stages[index].module.named_parameters(remove_duplicate=False)
+        }
+        for rank in sorted(placement)
+    }
+    ties = []
+    for group in groups:
+        rows = transport.gather([[float(name in held) for name in group] for held in named.values()])
+        missing = [name for place, name in enumerate(group) if not any(row[place] for row in rows)]
+        if missing:
+            raise PipelineError(
+                "tied must name parameters that some stage has", got=repr(missing[0]), fix="check the spelling"
+            )
+        ranks = tuple(rank for rank, row in enumerate(rows) if any(row))
+        here = tuple(
+            {id(p): p for held in named.values() for name in group if (p := held.get(name)) is not None}.values()
+        )
+        if here:
+            first = here[0]
+            with torch.no_grad():
+                if len(ranks) > 1:
+                    transport.copy_from(first.data, ranks[0], ranks)
+                for other in here[1:]:
+                    other.copy_(first)
+        ties.append(Tie(tuple(group), ranks, here, ranks[0] in named))
+    return ties
+
+
+class Gradients:
+    """The gradients of this process's parameters: summed over ties, averaged over copies, measured over all ranks."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        ties: Sequence[Tie],
+        transport: Transport,
+        ranks: int,
+        copies: DataParallel | None,
+    ) -> None:
+        self._stages, self._ties, self._transport, self._ranks, self._copies = stages, ties, transport, ranks, copies
+        self._tied = {id(p) for tie in ties for p in tie.here}
+
+    def stage_done(self, stage: Stage) -> None:
+        """A stage's last W is done: begin to average its gradients over the copies."""
+        if self._copies is not None:
+            self._copies.start([p for p in stage.module.parameters() if id(p) not in self._tied])
+
+    def finish(self) -> None:
+        """All actions are done: sum the gradients of tied parameters, and finish averaging."""
+        for tie in self._ties:
+            self._sum(tie)
+        if self._copies is not None:
+            self._copies.start([p for p in self._parameters() if id(p) in self._tied])
+            self._copies.finish()
+
+    def _sum(self, tie: Tie) -> None:
+        if not tie.here:
+            return
+        total = torch.zeros_like(tie.here[0])
+        for parameter in tie.here:
+            if parameter.grad is not None:
+                total += parameter.grad
+        if len(tie.ranks) > 1:
+            self._transport.add([total], tie.ranks)
+        for parameter in tie.here:
+            parameter.grad = total.clone()
+
+    def drop(self) -> None:
+        """Set all gradients to None."""
+        for parameter in self._parameters():
+            parameter.grad = None
+
+    def square_norm(self) -> Tensor:
+        """The squared norm of this process's gradients. A tied parameter counts on one rank only."""
+        skip = {id(p) for tie in self._ties for place, p in enumerate(tie.here) if place or not tie.counted_here}
+        parameters = self._parameters()
+        grads = [p.grad for p in parameters if p.grad is not None]
+        square = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else "cpu")
+        for parameter in parameters:
+            if parameter.grad is not None and id(parameter) not in skip:
+                square += parameter.grad.double().square().sum()
+        return square
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm over all ranks is at most ``max_norm``; returns the norm before."""
+        check_norm(max_norm)
+        square = self.square_norm()
+        if self._transport.mine:
+            self._transport.add([square], range(self._ranks))
+        norm = square.sqrt().float()
+        scale = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+        if grads := [p.grad for p in self._parameters() if p.grad is not None]:
+            scale_each(grads, scale)
+        return norm
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in named_parameters(self._stages)]
+
+
+class DataParallel:
+    """Averages gradients over copies of the pipeline, in buckets."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.size = group, dist.get_world_size(group)
+        self._running: list[tuple[Any, Tensor, list[Tensor]]] = []
+
+    def start(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Begin to average these parameters' gradients."""
+        bucket: list[Tensor] = []
+        for parameter in parameters:
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)  # another copy may have one
+            if parameter.grad is not None:
+                full = sum(grad.nbytes for grad in bucket) + parameter.grad.nbytes > BUCKET_BYTES
+                if bucket and (full or bucket[0].dtype != parameter.grad.dtype):
+                    self._reduce(bucket)
+                    bucket = []
+                bucket.append(parameter.grad)
+        if bucket:
+            self._reduce(bucket)
+
+    def _reduce(self, grads: list[Tensor]) -> None:
+        flat = torch.cat([grad.flatten() for grad in grads])
+        self._running.append((dist.all_reduce(flat, group=self.group, async_op=True), flat, grads))
+
+    def finish(self) -> None:
+        """Wait for the averages and copy them into ``.grad``."""
+        for work, flat, grads in self._running:
+            work.wait()
+            flat /= self.size
+            for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
+                grad.copy_(part.view_as(grad))
+        self._running.clear()
+
+
+def float_of(number: Real) -> float:
+    """``number`` as a float; infinite if it is too large for one."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
+
+
+def check_norm(max_norm: Any) -> None:
+    """Raise unless ``max_norm`` is a positive number."""
+    if isinstance(max_norm, bool) or not isinstance(max_norm, Real) or not 0 < float_of(max_norm) < math.inf:
+        raise PipelineError("max_norm must be a positive number", got=repr(max_norm), fix="pass a number such as 1.0")

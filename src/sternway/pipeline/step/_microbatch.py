@@ -1,0 +1,102 @@
+"""Cutting a batch into microbatches, and the weight of each in the loss of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sternway._tree import leaves, replace_leaves
+from sternway.errors import PipelineError
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Cut tensors along ``dim``; the last piece may be smaller. The default is ``Chunk(0)``."""
+
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        PipelineError.unless(
+            type(self.dim) is int and self.dim >= 0, "dim must be a dimension, from 0 on", self.dim, "pass 0"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Give every microbatch the whole value, such as a mask or a table of positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Presplit:
+    """The value is already a sequence with one entry for each microbatch."""
+
+
+ChunkSpec = Chunk | Replicate | Presplit
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One microbatch: arguments for the first stage, for every stage and for the loss."""
+
+    arguments: tuple[Any, ...] = ()
+    keywords: dict[str, Any] | None = None
+    stage_kwargs: dict[str, Any] | None = None
+    target: Any = None
+    weight: float = 1.0  # its share of the batch
+
+
+def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
+    """Cut a tree of tensors into ``count`` pieces. What is no tensor goes into each piece unchanged.
+
+    Example:
+        >>> [len(piece) for piece in cut(torch.zeros(7, 2), 3, Chunk(0), "the batch")]
+        [3, 3, 1]
+
+    Raises:
+        PipelineError: if there are too few rows, or not one entry for each microbatch.
+    """
+    if isinstance(spec, Replicate) or value is None:
+        return [value] * count
+    if isinstance(spec, Presplit):
+        rule = f"{what} must be a sequence of {count} with Presplit(), one entry for each microbatch"
+        PipelineError.unless(isinstance(value, Sequence), rule, value, "pass a list")
+        if len(value) != count:
+            raise PipelineError(rule, got=f"{len(value)} entries", fix="pass as many, or change n_microbatches")
+        return list(value)
+    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
+    pieces = {id(tensor): _pieces(tensor, count, spec.dim, what) for tensor in tensors}
+
+    def piece(index: int) -> Any:
+        return replace_leaves(lambda leaf: pieces[id(leaf)][index] if isinstance(leaf, Tensor) else leaf, value)
+
+    return [piece(index) for index in range(count)]
+
+
+def _pieces(tensor: Tensor, count: int, dim: int, what: str) -> tuple[Tensor, ...]:
+    if tensor.ndim <= dim or tensor.shape[dim] < count:
+        raise PipelineError(
+            f"{what} cannot be cut along dimension {dim} into {count} microbatches",
+            got=f"a tensor of shape {tuple(tensor.shape)}",
+            fix="pass a larger batch, fewer microbatches, or Replicate() for what every microbatch gets",
+        )
+    rows = tensor.shape[dim]
+    size = -(-rows // count)  # rounded up: all alike but the last
+    if size * (count - 1) >= rows:  # then the last would be empty, so make them as even as possible
+        return torch.tensor_split(tensor, count, dim)
+    return torch.split(tensor, size, dim)
+
+
+def weights(pieces: list[Any], spec: ChunkSpec) -> list[float]:
+    """Each microbatch's share of the batch, by rows; equal shares if rows cannot be counted."""
+    dim = spec.dim if isinstance(spec, Chunk) else 0
+    rows = [
+        next((leaf.shape[dim] for leaf in leaves(piece) if isinstance(leaf, Tensor) and leaf.ndim > dim), 0)
+        for piece in pieces
+    ]
+    if isinstance(spec, Replicate) or not all(rows):
+        return [1 / len(pieces)] * len(pieces)
+    return [row / sum(rows) for row in rows]

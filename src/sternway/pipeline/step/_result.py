@@ -1,0 +1,85 @@
+"""The result of a step: the loss, the outputs if they were asked for, and what ran when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sternway.pipeline.step._stage import Stage
+from sternway.pipeline.transport._transport import Transport
+from sternway.schedule import Schedule, Timeline
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class StepResult:
+    """The result of ``Pipeline.step`` or ``Pipeline.evaluate``.
+
+    Attributes:
+        loss: the loss of the batch, on the rank of the last stage, or on all with ``loss_everywhere``; else None.
+        outputs: the last stage's output for each microbatch, on its rank, with ``return_outputs``; else None.
+        timeline: what every rank ran and when, on one clock, with ``record``; else None.
+        nonfinite: where gradients that are not finite came from, if there were some and they were looked for.
+    """
+
+    loss: Tensor | None
+    outputs: list[Any] | None
+    timeline: Timeline | None
+    nonfinite: str | None = None
+
+    def __repr__(self) -> str:
+        lines = ["StepResult"]
+        lines.append(f"  loss      {'not on this rank' if self.loss is None else f'{float(self.loss):.6g}'}")
+        if self.outputs is not None:
+            lines.append(f"  outputs   of {len(self.outputs)} microbatches")
+        if self.timeline is not None:
+            timeline = self.timeline
+            idle = ", ".join(f"rank {rank} {1e3 * seconds:.2f} ms" for rank, seconds in enumerate(timeline.idle))
+            lines.append(
+                f"  measured  {timeline.schedule.name}: {1e3 * timeline.makespan:.2f} ms, "
+                f"bubble {timeline.bubble_rate:.1%}"
+            )
+            lines.append(f"  idle      {idle}")
+        if self.nonfinite is not None:
+            lines.append(f"  nonfinite {self.nonfinite}")
+        return "\n".join(lines)
+
+
+def collect(
+    stages: dict[int, Stage], schedule: Schedule, transport: Transport, everywhere: bool, with_outputs: bool
+) -> tuple[Tensor | None, list[Any] | None]:
+    """The loss and outputs of a step, from the last stage."""
+    last = schedule.num_stages - 1
+    loss, outputs = None, None
+    if last in stages:
+        stage = stages[last]
+        if stage.losses:
+            loss = torch.stack([stage.losses[i] for i in sorted(stage.losses)]).sum()
+        if with_outputs:
+            outputs = [stage.outputs[i] for i in sorted(stage.outputs)]
+    if everywhere:
+        rows = transport.gather([[0.0 if loss is None else float(loss)]])
+        loss = torch.tensor(rows[schedule.rank_of(last) if len(rows) > 1 else 0][0])
+    return loss, outputs
+
+
+def gather_timeline(
+    schedule: Schedule,
+    transport: Transport,
+    times: dict[int, list[tuple[float, float]]],
+    offsets: list[float],
+    memory_after_i: float,
+) -> Timeline:
+    """The times of every rank, on the clock of the first."""
+    width = max(len(steps) for steps in schedule.actions)
+    rows = [
+        [number for pair in times[rank] for number in pair] + [0.0] * (2 * (width - len(times[rank])))
+        for rank in sorted(times)
+    ]
+    everyone = []
+    for rank, row in enumerate(transport.gather(rows)):
+        used = len(schedule.actions[rank])
+        everyone.append([(row[2 * i] - offsets[rank], row[2 * i + 1] - offsets[rank]) for i in range(used)])
+    return Timeline.measured(schedule, everyone, memory_after_i)

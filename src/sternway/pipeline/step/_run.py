@@ -1,0 +1,97 @@
+"""One rank's part of a step: its actions in order, as a generator that yields what it waits for and what it sends.
+
+The generator holds no transport. Whoever drives it answers each ``Receive`` with a payload and takes each ``Send``. So
+the same code runs over torch.distributed (one rank in each process) and in one process (all ranks in turn).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from sternway.errors import PipelineError
+from sternway.pipeline.step._microbatch import Microbatch
+from sternway.pipeline.step._stage import Stage
+from sternway.pipeline.transport._payload import Payload, pack
+from sternway.pipeline.transport._routes import MessageKey, RankProgram, Receive, Routes, Send
+from sternway.schedule import Action, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """What one rank needs for one step.
+
+    ``times`` gets one more (start, end) with each action done. ``on_weights_done`` is called with a stage after its
+    last W.
+    """
+
+    schedule: Schedule
+    rank: int
+    stages: dict[int, Stage]
+    routes: Routes
+    microbatches: list[Microbatch]
+    training: bool
+    keep_outputs: bool
+    on_weights_done: Callable[[Stage], None]
+    times: list[tuple[float, float]]
+
+
+def run_rank(step: RankStep) -> RankProgram:
+    """Run the rank's actions.
+
+    Raises:
+        PipelineError: whatever went wrong in an action, with rank, stage and action.
+    """
+    left = dict.fromkeys(step.stages, len(step.microbatches))
+    for index, planned in enumerate(step.schedule.actions[step.rank]):
+        arrived: dict[MessageKey, Payload] = {}
+        actions = [action for action in planned.actions if step.training or action.op == "F"]
+        for action in actions:
+            for key in step.routes.received(action):
+                arrived[key] = yield Receive(key)
+        start = time.perf_counter()
+        made: list[Send] = []
+        for action in actions:
+            try:
+                made += _run_action(step, action, arrived)
+            except Exception as error:
+                raise _located(step, index, action, error) from error
+            if action.op in "WB":
+                left[action.stage] -= 1
+                if not left[action.stage]:
+                    step.on_weights_done(step.stages[action.stage])
+        step.times.append((start, time.perf_counter()))
+        yield from made
+
+
+def _run_action(step: RankStep, action: Action, arrived: dict[MessageKey, Payload]) -> list[Send]:
+    stage, i = step.stages[action.stage], action.microbatch
+    payloads = {key.channel: arrived[key] for key in step.routes.received(action)}
+    if action.op == "W":
+        stage.backward_weight(i)
+        return []
+    if action.op == "F":
+        with torch.set_grad_enabled(step.training):
+            made = stage.forward(i, step.microbatches[i], payloads, step.keep_outputs)
+        missing = {key.channel for key in step.routes.sent(action)} ^ made.keys()
+        if missing:
+            raise PipelineError(
+                f"stage {stage.index} must return what its channels send: {sorted(step.routes.out_of(stage.index))}",
+                got=f"{sorted(made)}",
+                fix="return WithSkips(output, {name: tensor}) for each skip that starts there, and name it in skips=",
+            )
+        return [Send(key, made[key.channel]) for key in step.routes.sent(action)]
+    grads = {name: tensors for name, (_, tensors) in payloads.items()}
+    found = stage.backward_input(i, grads) if action.op == "I" else stage.backward(i, grads)
+    return [Send(key, pack(found[key.channel])) for key in step.routes.sent(action)]
+
+
+def _located(step: RankStep, index: int, action: Action, error: Exception) -> PipelineError:
+    return PipelineError(
+        f"{action} failed (rank {step.rank}, stage {action.stage}, action {index} of the rank)",
+        got=f"{type(error).__name__}: {error}",
+        fix="see the traceback of that rank",
+    )

@@ -1,0 +1,169 @@
+"""One stage: its module, and what it holds for each microbatch between F, I and W.
+
+A stage knows nothing of ranks and transports. It is given what arrived, and returns what to send, by channel. The
+channel ``"main"`` leads from each stage to the next; that of a skip leads from the stage that makes it to the one that
+uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sternway import split
+from sternway.errors import PipelineError
+from sternway.pipeline.step._microbatch import Microbatch
+from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
+from sternway.pipeline.transport._routes import MAIN
+
+LossFn = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class WithSkips:
+    """The return value of a stage that also sends tensors to stages after the next: its output, and those by name.
+
+    The stage at the end of a skip gets it as a keyword argument of that name.
+    """
+
+    output: Any
+    skips: dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Graph:
+    """What F of one microbatch keeps for its backward, by channel."""
+
+    inputs: dict[str, list[Tensor]]
+    outputs: dict[str, list[Tensor]]
+
+
+class Stage:
+    """F, I, W and B of one stage, one microbatch at a time."""
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        *,
+        is_last: bool,
+        loss_fn: LossFn | None,
+        saved: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
+        self._saved = saved or nullcontext()
+        self.losses: dict[int, Tensor] = {}
+        self.outputs: dict[int, Any] = {}
+        self._graphs: dict[int, _Graph] = {}
+        self._pendings: dict[int, split.Pending] = {}
+
+    def forward(
+        self, number: int, microbatch: Microbatch, received: dict[str, Payload], keep_output: bool
+    ) -> dict[str, Payload]:
+        """F: call the module with what arrived, or with the microbatch; returns what to send, by channel."""
+        with self._saved:
+            return self._forward(number, microbatch, received, keep_output)
+
+    def _forward(
+        self, number: int, microbatch: Microbatch, received: dict[str, Payload], keep_output: bool
+    ) -> dict[str, Payload]:
+        training = torch.is_grad_enabled()
+        inputs = {name: as_inputs(*payload) if training else payload[1] for name, payload in received.items()}
+        trees = {name: unpack(payload[0], inputs[name]) for name, payload in received.items()}
+        keywords = dict(microbatch.stage_kwargs or {})
+        if MAIN in trees:
+            main = trees.pop(MAIN)
+            arguments = main if type(main) is tuple else (main,)
+        else:
+            arguments = microbatch.arguments
+            keywords |= microbatch.keywords or {}
+        result = self.module(*arguments, **keywords, **trees)
+        output, skips = (result.output, result.skips) if isinstance(result, WithSkips) else (result, {})
+
+        sent = skips if self.is_last else {MAIN: output} | skips
+        payloads = {name: pack(tree) for name, tree in sent.items()}
+        graph_outputs = {name: [t for t in tensors if t.requires_grad] for name, (_, tensors) in payloads.items()}
+        if self.is_last:
+            if keep_output or self.loss_fn is None:
+                self.outputs[number] = output
+            if self.loss_fn is not None and microbatch.target is not None:
+                loss = self._loss(output, microbatch)
+                self.losses[number] = loss.detach()
+                graph_outputs[MAIN] = [loss] if loss.requires_grad else []
+        if training:
+            needing = {name: [t for t in tensors if t.requires_grad] for name, tensors in inputs.items()}
+            self._graphs[number] = _Graph(needing, graph_outputs)
+        return {name: (spec, [t.detach() for t in tensors]) for name, (spec, tensors) in payloads.items()}
+
+    def _loss(self, output: Any, microbatch: Microbatch) -> Tensor:
+        assert self.loss_fn is not None
+        loss = self.loss_fn(output, microbatch.target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise PipelineError("loss_fn must return one number", got=got, fix="reduce it, as by .mean()")
+        return loss * microbatch.weight
+
+    def backward_input(self, number: int, grads: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """I: returns the gradients of what was received, by channel. What W needs is kept."""
+        graph = self._graphs.pop(number)
+        outputs, output_grads = self._roots(graph, grads)
+        found: dict[str, list[Tensor | None]] = {name: [None] * len(ts) for name, ts in graph.inputs.items()}
+        if outputs:
+            with torch.autocast(outputs[0].device.type, enabled=False):
+                found, self._pendings[number] = split.backward_input(outputs, output_grads, graph.inputs)
+        return _whole(found, graph.inputs)
+
+    def backward_weight(self, number: int) -> None:
+        """W: the weight gradients that I left."""
+        if (pending := self._pendings.pop(number, None)) is not None:
+            pending.run()
+
+    def backward(self, number: int, grads: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """B: I and W in one call of the autograd engine, which costs less than two."""
+        graph = self._graphs.pop(number)
+        outputs, output_grads = self._roots(graph, grads)
+        if outputs:
+            with torch.autocast(outputs[0].device.type, enabled=False):
+                torch.autograd.backward(outputs, output_grads)
+        return _whole({name: [t.grad for t in tensors] for name, tensors in graph.inputs.items()}, graph.inputs)
+
+    def _roots(self, graph: _Graph, grads: dict[str, list[Tensor]]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The tensors at which this backward starts, with their gradients: outputs that were sent, and the loss."""
+        outputs: list[Tensor] = []
+        output_grads: list[Tensor | None] = []
+        for name, tensors in graph.outputs.items():
+            outputs += tensors
+            output_grads += [None] * len(tensors) if self.is_last and name == MAIN else grads[name]
+        return outputs, output_grads
+
+    def pending_bytes(self, number: int) -> int:
+        """The bytes that wait for W of a microbatch."""
+        return self._pendings[number].nbytes if number in self._pendings else 0
+
+    def clear(self) -> None:
+        """Drop everything, after a step or an error."""
+        for held in (self.losses, self.outputs, self._graphs, self._pendings):
+            held.clear()
+
+
+def _whole(found: dict[str, list[Tensor | None]], like: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+    """``found``, with zeros for gradients that autograd did not make: the other side waits for each."""
+    return {
+        name: [torch.zeros_like(t) if grad is None else grad for grad, t in zip(found[name], tensors, strict=True)]
+        for name, tensors in like.items()
+    }
+
+
+def named_parameters(stages: Mapping[int, Stage]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of some stages, each once, by name."""
+    seen: set[int] = set()
+    for stage in stages.values():
+        for name, parameter in stage.module.named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter

@@ -1,0 +1,190 @@
+"""One rank a process, over torch.distributed: gloo on CPUs, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sternway._torch import require
+from sternway.errors import LostRankError, PipelineError
+from sternway.pipeline.faults._lost import Position
+from sternway.pipeline.transport._crew import Crew
+from sternway.pipeline.transport._facts import StepFacts
+from sternway.pipeline.transport._groups import ProcessGroups, check_members
+from sternway.pipeline.transport._messenger import Messenger
+from sternway.pipeline.transport._routes import RankProgram, Receive, Routes
+from sternway.pipeline.transport._transport import Transport, device_of
+from sternway.schedule import Schedule
+
+_PINGS = 9
+
+
+@final
+class DistTransport(Transport):
+    """Carries messages over torch.distributed, one rank in each process.
+
+    Args:
+        ranks: the global ranks that form the pipeline, in its order; all by default.
+        device: where stages compute; NCCL is used for a CUDA device, gloo for the CPU.
+        dynamic: the shapes of stages' outputs depend on the data, so they are sent every time.
+        timeout: how many seconds to wait for a message before giving up.
+        heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to watch for none.
+        watched: the global ranks whose loss ends the pipeline; its own by default.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        dynamic: bool = False,
+        timeout: float = 600,
+        heartbeat_timeout: float = 30,
+        watched: Sequence[int] | None = None,
+    ) -> None:
+        for name, value in (("timeout", timeout), ("heartbeat_timeout", heartbeat_timeout)):
+            if not isinstance(value, int | float) or not 0 <= value < 1e6 or (name == "timeout" and value == 0):
+                raise PipelineError(f"{name} must be a number of seconds", got=repr(value), fix=f"pass {name}=30")
+        if not dist.is_initialized():
+            raise PipelineError(
+                "a pipeline over several processes needs torch.distributed",
+                got="no process group",
+                fix="start with torchrun and call torch.distributed.init_process_group(), or pass LocalTransport()",
+            )
+        require("pipeline")
+        self.device, members = device_of(device), check_members(ranks)
+        self._watched = list(watched or members)
+        self._groups = ProcessGroups(members, self.device, timeout, heartbeat_timeout, self._watched)
+        self._messenger = Messenger(self._groups, dynamic)
+        self._exchanges = 0
+        self.ranks, self.rank = len(members), self._groups.rank
+        self.mine = (self.rank,)
+        self.watch = self._groups.watch
+        if self.watch is not None:
+            self.watch.follow(awaited=self._awaited)
+
+    def drive(self, programs: dict[int, RankProgram], schedule: Schedule, routes: Routes, training: bool) -> None:
+        program, messenger = programs[self.rank], self._messenger
+        messenger.begin(schedule, routes, training)
+        try:
+            request = next(program)
+            while True:
+                if isinstance(request, Receive):
+                    request = program.send(messenger.receive(request.key))
+                else:
+                    messenger.send(request.key, request.payload)
+                    request = next(program)
+        except StopIteration:
+            pass
+        messenger.finish()
+
+    # All ranks at once
+
+    def exchange(self, prepare: Callable[[], StepFacts]) -> list[StepFacts]:
+        problem: Exception | None = None
+        facts = StepFacts()
+        self._exchanges += 1
+        key = f"mistake/{self._exchanges}"
+        try:
+            facts = prepare()
+        except Exception as error:
+            problem = error
+            with suppress(RuntimeError):
+                self._groups.store.compare_set(key, "", f"rank {self.rank}: {type(error).__name__}: {error}")
+        rows = self.gather([[problem is None, *facts.to_numbers()]])
+        if problem is not None:
+            raise problem
+        if not all(fine for fine, *_ in rows):
+            cause = self._groups.attempt(self._groups.store.get, key).decode()
+            raise PipelineError("another rank could not begin", got=cause, fix="remove the cause on that rank")
+        found = [StepFacts.from_numbers(numbers) for _, *numbers in rows]
+        self._messenger.begin_batch([(facts.shapes, facts.training) for facts in found])
+        return found
+
+    def gather(self, numbers: Sequence[Sequence[float]]) -> list[list[float]]:
+        mine = torch.tensor(numbers[0], dtype=torch.float64, device=self.device)
+        rows = [torch.empty_like(mine) for _ in range(self.ranks)]
+        self._groups.attempt(dist.all_gather, rows, mine, group=self._groups.control)
+        return [row.tolist() for row in rows]
+
+    def add(self, tensors: list[Tensor], ranks: Sequence[int]) -> None:
+        group = self._groups.of_ranks(ranks)
+        for tensor in tensors:
+            self._groups.attempt(dist.all_reduce, tensor, group=group)
+
+    def copy_from(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> None:
+        group = self._groups.of_ranks(ranks)
+        self._groups.attempt(dist.broadcast, tensor, self._groups.members[source], group=group)
+
+    def delay(self, nbytes: int) -> float:
+        """Half of a round trip between the first two ranks: the median of several."""
+        message = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=self.device)
+        groups, found = self._groups, []
+        for _ in range(_PINGS if self.ranks > 1 and self.rank < 2 else 0):
+            there, start = groups.members[1 - self.rank], time.perf_counter()
+            for is_send in (self.rank == 0, self.rank == 1):
+                call = dist.isend if is_send else dist.irecv
+                groups.attempt(groups.attempt(call, message, there, group=groups.activations).wait)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            found.append((time.perf_counter() - start) / 2)
+        return self.gather([[statistics.median(found or [0.0])]])[0][0]
+
+    def crew(self) -> Crew:
+        return Crew(self._groups.control, self.explain)
+
+    def crew_apart(self, members: Sequence[int] | None = None) -> Crew:
+        return Crew(self._groups.new(members or self._groups.members, "gloo"), self.explain)
+
+    def group_like(self, group: Any) -> Any:
+        return self._groups.new(dist.get_process_group_ranks(group))
+
+    # Failure
+
+    def explain(self, error: Exception) -> LostRankError:
+        return self._groups.explain(error)
+
+    def fail(self, error: BaseException) -> None:
+        self._groups.tell(error)
+        self._messenger.close()
+        self._groups.close(failed=True)
+
+    def close(self) -> None:
+        self._messenger.close()
+        self._groups.close()
+
+    def _awaited(self, place: int) -> Position | None:
+        """The action that this rank waits for, if it is the watched rank at this place that does it."""
+        awaited = self._messenger.awaited
+        if awaited is None or self.watch is None or self._watched[place] != self._groups.members[awaited[1]]:
+            return None
+        key = awaited[0]
+        action = f"{key.source}{'I' if key.is_gradient else 'F'}{key.microbatch}"
+        return Position(self.watch.position().step, key.source, action)
+
+
+def default_transport(mesh: Any, dynamic: bool, heartbeat_timeout: float) -> DistTransport:
+    """The transport of a pipeline that is given none: over all processes, or over those of a mesh."""
+    if mesh is None:
+        return DistTransport(dynamic=dynamic, heartbeat_timeout=heartbeat_timeout)
+    if not dist.is_initialized():
+        raise PipelineError("a mesh needs torch.distributed", got="no process group", fix="start with torchrun")
+    names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
+    if "pp" not in names or "dp" not in names:
+        raise PipelineError(
+            'mesh must have the dimensions "dp" and "pp"', got=str(names), fix="pass mesh_dim_names to init_device_mesh"
+        )
+    return DistTransport(
+        dist.get_process_group_ranks(mesh.get_group("pp")),
+        "cuda" if mesh.device_type == "cuda" else "cpu",
+        dynamic=dynamic,
+        heartbeat_timeout=heartbeat_timeout,
+        watched=mesh.mesh.flatten().tolist(),
+    )

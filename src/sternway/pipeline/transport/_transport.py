@@ -1,0 +1,99 @@
+"""What a pipeline needs of whatever carries its messages.
+
+A transport drives the programs of the ranks (``_routes.py``): it answers what they wait for and takes what they send.
+It also does what concerns all ranks at once: exchange facts before a step, add tensors up, gather numbers.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sternway.errors import PipelineError
+from sternway.pipeline.faults._watch import Watch
+from sternway.pipeline.transport._crew import Crew
+from sternway.pipeline.transport._facts import StepFacts
+from sternway.pipeline.transport._routes import RankProgram, Routes
+from sternway.schedule import Schedule
+
+
+class Transport(ABC):
+    """Carries a pipeline's messages.
+
+    Attributes:
+        ranks: how many ranks the pipeline has; 0 if the schedule decides.
+        mine: the one rank that this process runs; empty if this process runs all.
+        device: where received tensors go.
+        watch: finds ranks that are lost; None if there is nothing to watch.
+    """
+
+    ranks: int
+    mine: tuple[int, ...]
+    device: torch.device
+    watch: Watch | None = None
+
+    @abstractmethod
+    def drive(self, programs: dict[int, RankProgram], schedule: Schedule, routes: Routes, training: bool) -> None:
+        """Run the programs of this process's ranks to their end."""
+
+    @abstractmethod
+    def exchange(self, prepare: Callable[[], StepFacts]) -> list[StepFacts]:
+        """Every process's facts about the coming step. If ``prepare`` raises on one process, all raise."""
+
+    @abstractmethod
+    def gather(self, numbers: Sequence[Sequence[float]]) -> list[list[float]]:
+        """Every rank's row of numbers, given the rows of this process's ranks; all rows have one length."""
+
+    @abstractmethod
+    def add(self, tensors: list[Tensor], ranks: Sequence[int]) -> None:
+        """Replace tensors by their sum over ``ranks``, in place. Only those ranks call it."""
+
+    @abstractmethod
+    def copy_from(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> None:
+        """Overwrite ``tensor`` on ``ranks`` by that of rank ``source``. Only those ranks call it."""
+
+    def delay(self, nbytes: int) -> float:
+        """The seconds that a message of so many bytes takes between two ranks. All ranks call it together."""
+        return 0.0
+
+    @abstractmethod
+    def crew(self) -> Crew:
+        """The pipeline's processes, for decisions between steps."""
+
+    @abstractmethod
+    def crew_apart(self, members: Sequence[int] | None = None) -> Crew:
+        """The pipeline's processes, or these global ranks, with a group of their own, for use in another thread."""
+
+    def group_like(self, group: Any) -> Any:
+        """A process group with the same ranks, which is woken and destroyed together with the pipeline's own."""
+        return group
+
+    @abstractmethod
+    def explain(self, error: Exception) -> PipelineError:
+        """The error to raise after a connection was lost: it says which rank was lost."""
+
+    @abstractmethod
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, and close the transport."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what was opened for the pipeline. The transport cannot be used afterwards."""
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    """``device`` as a ``torch.device``.
+
+    Raises:
+        PipelineError: if torch does not know it.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise PipelineError(
+            "device must be one that torch knows", got=str(error).splitlines()[0], fix='pass "cpu" or "cuda"'
+        ) from None

@@ -1,0 +1,112 @@
+"""Recompute most of a checkpointed region in the backward, and put what is kept of it under the policies.
+
+``torch.utils.checkpoint`` saves the inputs of its region through the active saved-tensor hooks, so our policies move or
+encode them already. What torch's selective contexts keep inside the region is kept in a dictionary of their own, where
+no hook sees it. The contexts here keep the same, packed by the policies.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+from sternway._torch import require
+from sternway._torch.saved_hooks import intercept, is_operator
+from sternway._tree import replace_leaves
+from sternway.errors import SavedError
+from sternway.saved._pack import Packed, pack_under
+from sternway.saved._policy import PolicyStack, active
+
+Choice = Callable[..., CheckpointPolicy | bool]
+_SAVED = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, True)
+
+
+def recompute(
+    keep: Iterable[Any] | Choice = (),
+) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
+    """A ``context_fn`` for ``torch.utils.checkpoint.checkpoint``: what it keeps goes through the active policies.
+
+    Example:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> from sternway import saved
+        >>> layer, x = torch.nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
+        >>> kept = saved.recompute(keep=[torch.ops.aten.addmm.default])
+        >>> with saved.compress("bf16") as report:
+        ...     y = checkpoint(lambda x: layer(x).relu(), x, use_reentrant=False, context_fn=kept)
+        >>> y.sum().backward()
+        >>> report.total.encoded_from    # the product's result
+        8192
+
+    Args:
+        keep: operators (``torch.ops.aten.mm.default``) whose results are kept, all others being recomputed; or a
+            function as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes.
+    """
+    require("saved")
+    require("saved.mutable")
+    if callable(keep):
+        choose: Choice = keep
+    else:
+        kept = frozenset(keep)
+        for operation in kept:
+            if not is_operator(operation):
+                raise SavedError(
+                    "keep must name operators with their overload",
+                    got=repr(operation),
+                    fix="pass such as torch.ops.aten.mm.default",
+                )
+
+        def choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
+            return operation in kept
+
+    return lambda: _Region(choose, active()).contexts()
+
+
+class _Region:
+    """One run of a checkpointed region: what its forward keeps for its backward."""
+
+    def __init__(self, choose: Choice, stack: PolicyStack) -> None:
+        self._choose, self._stack = choose, stack
+        self._results: dict[Any, list[Any]] = defaultdict(list)  # by operator, in the order of its calls
+        self._calls: Counter[Any] = Counter()
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The modes for the forward and for the recomputation."""
+        return intercept(self._keep), intercept(self._replay, self._calls.clear)
+
+    def _chosen(self, again: bool, operator: Any, args: Any, kwargs: Any) -> bool:
+        context = SelectiveCheckpointContext(is_recompute=again)
+        return self._choose(context, operator, *args, **kwargs) in _SAVED
+
+    def _keep(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """In the forward: keep chosen results."""
+        out = operator(*args, **kwargs)
+        if self._chosen(False, operator, args, kwargs):
+            self._results[operator].append(replace_leaves(self._pack, out))
+        return out
+
+    def _pack(self, value: Any) -> Any:
+        return pack_under(self._stack, value) if isinstance(value, Tensor) else value
+
+    def _replay(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        """In the backward: take the results that were kept, and compute the others again."""
+        if not self._chosen(True, operator, args, kwargs):
+            return operator(*args, **kwargs)
+        kept, place = self._results[operator], self._calls[operator]
+        self._calls[operator] += 1
+        if place >= len(kept) or kept[place] is None:
+            raise SavedError(
+                "a region that keeps some of its results must go through one backward only, and run the same each time",
+                got=f"{operator} once more than in the forward",
+                fix="run one backward, and make the region do the same each time",
+            )
+        result, kept[place] = kept[place], None
+        return replace_leaves(_unpack, result)
+
+
+def _unpack(value: Any) -> Any:
+    return value.unpack() if isinstance(value, Packed) else value

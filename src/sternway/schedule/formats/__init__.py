@@ -1,0 +1,20 @@
+"""Reading, writing and drawing schedules and timelines: CSV, JSON, Chrome trace, SVG and terminal."""
+
+from sternway.schedule.formats._chrome_trace import to_chrome_trace
+from sternway.schedule.formats._csv import from_csv, to_csv
+from sternway.schedule.formats._json import from_json, to_json
+from sternway.schedule.formats._svg import to_svg
+from sternway.schedule.formats._terminal import describe_schedule, describe_size, describe_timeline, draw
+
+__all__ = [
+    "describe_schedule",
+    "describe_size",
+    "describe_timeline",
+    "draw",
+    "from_csv",
+    "from_json",
+    "to_chrome_trace",
+    "to_csv",
+    "to_json",
+    "to_svg",
+]

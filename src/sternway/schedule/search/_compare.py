@@ -1,0 +1,192 @@
+"""A table of every schedule for these costs and this memory limit.
+
+Rows are comparable because costs are for a rank's whole share of the model: a schedule with two stages per rank does
+the same work in smaller steps. Each is measured against the lower bound of its own placement.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+
+from sternway.errors import ScheduleError
+from sternway.schedule._costs import EPSILON, Costs
+from sternway.schedule._schedule import Schedule
+from sternway.schedule._timeline import Timeline
+from sternway.schedule.named._make import make, names
+from sternway.schedule.search._lower_bound import bound
+from sternway.schedule.search._problem import check_arguments, resolve
+from sternway.schedule.search._search import Progress, half_of, search
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One schedule of a comparison.
+
+    Attributes:
+        name: the schedule's name; ``search`` and ``search-v`` were searched, with one and two stages per rank.
+        schedule: the schedule.
+        timeline: its simulation with the comparison's costs.
+        bound: the lower bound of the longest span of a rank, for this placement and limit.
+        fits: whether it stays within the memory limit.
+    """
+
+    name: str
+    schedule: Schedule
+    timeline: Timeline
+    bound: float
+    fits: bool
+
+    @property
+    def bubble_rate(self) -> float:
+        """The fraction of the longest span in which the busiest rank is idle."""
+        return self.timeline.bubble_rate
+
+    @property
+    def makespan(self) -> float:
+        """From the first start to the last end, over all ranks."""
+        return self.timeline.makespan
+
+    @property
+    def peak_memory(self) -> float:
+        """The most that any rank holds."""
+        return self.timeline.peak_memory
+
+    @property
+    def gap(self) -> float:
+        """How far its span is above the bound, as a fraction of it; negative only where it does not fit."""
+        if self.bound <= 0:
+            return 0.0
+        gap = self.timeline.span / self.bound - 1
+        return 0.0 if abs(gap) < EPSILON else gap
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Comparison:
+    """All schedules under one memory limit: those that fit come first, the shortest span first; then the others.
+
+    ``unmade`` has the name of each schedule that cannot be made or timed with these numbers, and the reason.
+    """
+
+    costs: Costs
+    ranks: int
+    microbatches: int
+    memory_limit: float
+    rows: tuple[Row, ...]
+    unmade: tuple[tuple[str, str], ...]
+
+    def __repr__(self) -> str:
+        return f"<Comparison of {len(self.rows)} schedules: {self._title()}; best {self.best.name}>"
+
+    def __str__(self) -> str:
+        return f"{self._title()}\n{self.table()}"
+
+    def _repr_html_(self) -> str:
+        head, *lines = self._lines()
+        rows = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+        rows += ["".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines]
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
+        return f"<table><caption>{escape(self._title())}</caption>{body}</table>"
+
+    @property
+    def best(self) -> Row:
+        """The fastest row that fits."""
+        return self.rows[0]
+
+    def table(self) -> str:
+        """Return the comparison as plain text, one line for each schedule."""
+        lines = self._lines()
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]) - 1)]
+        text = []
+        for line in lines:
+            cells = [line[0].ljust(widths[0])]
+            cells += [cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:], strict=True)]
+            text.append("  ".join([*cells, line[-1]]).rstrip())
+        return "\n".join(text)
+
+    def _title(self) -> str:
+        return f"{self.ranks} ranks, {self.microbatches} microbatches, memory limit {self.memory_limit:g}"
+
+    def _lines(self) -> list[tuple[str, ...]]:
+        """Return the cells of the table, the head first."""
+        head = ("schedule", "stages/rank", "bubble rate", "makespan", "peak memory", "over the bound", "")
+        lines = [head, *(_cells(row, self.memory_limit) for row in self.rows)]
+        return lines + [(name, "", "", "", "", "", reason) for name, reason in self.unmade]
+
+
+def compare(
+    costs: Costs,
+    *,
+    ranks: int,
+    microbatches: int,
+    memory_limit: float,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare every named schedule and the searched ones under one memory limit.
+
+    Example:
+        >>> from sternway.schedule import Costs
+        >>> comparison = compare(Costs(), ranks=2, microbatches=4, memory_limit=2)
+        >>> comparison.best.fits, round(comparison.best.bubble_rate, 4)
+        (True, 0.0)
+
+    Args:
+        costs: times and memory; with one number for each stage, only schedules with that many stages can be timed, and
+            the others are listed in ``unmade``.
+        ranks: the number of ranks.
+        microbatches: the number of microbatches in a step.
+        memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
+        progress: called with (done, total) during the searches.
+
+    Raises:
+        ScheduleError: a count is below 1, not even one microbatch fits in the limit, or no schedule can be timed with
+            these per-stage costs.
+    """
+    check_arguments(costs, ranks, microbatches, memory_limit)
+    rows, unmade = [], []
+    for name, build in _builders(costs, ranks, microbatches, memory_limit, progress):
+        try:
+            rows.append(_measure(name, build(), costs, memory_limit))
+        except ScheduleError as error:
+            unmade.append((name, str(error)))
+            problem = error  # the searches come last, and their error says what would work
+    rows.sort(key=_order)
+    if not rows or not rows[0].fits:
+        raise problem
+    return Comparison(costs, ranks, microbatches, memory_limit, tuple(rows), tuple(unmade))
+
+
+def _builders(
+    costs: Costs, ranks: int, microbatches: int, memory_limit: float, progress: Progress | None
+) -> Iterator[tuple[str, Callable[[], Schedule]]]:
+    """Yield each schedule's name and how to make it."""
+    for name in names():
+        yield name, partial(make, name, ranks=ranks, microbatches=microbatches)
+    searched = partial(search, costs, ranks=ranks, microbatches=microbatches, memory_limit=memory_limit)
+    for half, name in enumerate(("search", "search-v")):
+        yield name, partial(searched, stages_per_rank=half + 1, progress=half_of(progress, half))
+
+
+def _measure(name: str, schedule: Schedule, costs: Costs, memory_limit: float) -> Row:
+    """Time a schedule and compare it with the limit and the bound."""
+    timeline = schedule.simulate(costs)
+    least = bound(resolve(costs, schedule.placement, schedule.n_microbatches, memory_limit, joined=True))
+    return Row(name, schedule, timeline, least, fits=timeline.peak_memory <= memory_limit + EPSILON)
+
+
+def _order(row: Row) -> tuple[bool, float, float]:
+    """Return what to sort rows by; spans that differ by rounding only are equal."""
+    return not row.fits, float(f"{row.timeline.span:.9g}"), row.makespan
+
+
+def _cells(row: Row, limit: float) -> tuple[str, ...]:
+    """Return a row's texts."""
+    return (
+        row.name,
+        str(row.schedule.stages_per_rank),
+        f"{row.bubble_rate:.4f}",
+        f"{row.makespan:.6g}",
+        f"{row.peak_memory:.4g}",
+        f"{row.gap:.2%}" if row.fits else "",
+        "" if row.fits else f"{row.peak_memory - limit:.4g} over the memory limit",
+    )

@@ -1,0 +1,69 @@
+"""What tests cost, in one table: ``conftest.py`` makes markers of it, and the Makefile chooses by them.
+
+    dist     starts several processes that talk to each other
+    browser  drives a real Chromium (found by its fixture)
+    slow     takes more than about three seconds, mostly in a compiler
+    gpu      needs a CUDA device (marked in its file)
+
+What is left, ``make quick``, is pure or runs in one process on the CPU. A key is a file, a test in it, or a word in
+square brackets: a parameter's.
+"""
+
+from __future__ import annotations
+
+COSTS: dict[str, tuple[str, ...]] = {
+    "[inductor": ("slow",),
+    "cli/test_cli_chaos.py": ("dist", "slow"),
+    "cli/test_demo.py": ("dist", "slow"),
+    "graph/test_explain.py::test_unused_parameters_under_ddp": ("dist",),
+    "pipeline/test_chaos.py": ("dist", "slow"),
+    "pipeline/test_checkpoint_dist.py": ("dist", "slow"),
+    "pipeline/test_crew.py::test_two_processes_raise_the_same": ("dist",),
+    "pipeline/test_dist.py": ("dist",),
+    "pipeline/test_lost_rank.py": ("dist",),
+    "pipeline/test_messages.py::test_more_than_62_tensors_in_one_message": ("dist",),
+    "pipeline/test_random.py::test_on_two_gloo_ranks": ("dist",),
+    "pipeline/test_nonfinite.py::test_three_processes_agree": ("dist",),
+    "pipeline/test_soak.py": ("dist", "slow"),
+    "pipeline/test_two_machines.py": ("dist", "slow"),
+    "split/test_compiled_gloo.py": ("dist", "slow"),
+    "split/test_data_parallel.py": ("dist",),
+    "split/test_schedules_gloo.py": ("dist",),
+    "test_cli.py::test_example_trains_under_torchrun": ("dist", "slow"),
+    "atlas/test_atlas_measure.py": ("slow",),
+    "graph/test_capture.py::test_a_deep_graph_is_freed_without_a_crash": ("slow",),
+    "pipeline/test_checkpoint_local.py::test_the_matrix": ("slow",),
+    "schedule/test_search.py::test_any_numbers_give_a_whole_schedule_within_the_limit_and_not_below_the_bound": (
+        "slow",
+    ),
+    "split/test_compiled.py::test_dynamic_shapes": ("slow",),
+    "split/test_compiled_models.py": ("slow",),
+    "split/test_property.py::test_random_networks": ("slow",),
+    "state/test_state_docs.py::test_the_example": ("slow",),
+    "state/test_state_memory.py::test_a_graph_that_is_dropped_takes_its_hooks_and_values_with_it": ("slow",),
+    "test_cli.py::test_help_imports_nothing_heavy": ("slow",),
+    "test_readme.py::test_code_runs_as_pasted": ("slow",),
+}
+
+
+SEARCHING = (  # seconds of plain Python, which counting lines would double: coverage leaves them out, and dist and slow
+    "schedule/test_fuse.py",
+    "schedule/test_schedule_random.py",
+    "schedule/test_search.py",
+    "schedule/test_search_exact.py",
+)
+
+
+def marks(path: str, name: str) -> set[str]:
+    """The marks of a test, given its file below ``tests/`` and its name with parameters.
+
+    Example:
+        >>> sorted(marks("cli/test_demo.py", "test_trains_across_processes"))
+        ['dist', 'slow']
+    """
+    keys = [
+        path,
+        f"{path}::{name.partition('[')[0]}",
+        *(key for key in COSTS if key.startswith("[") and key[1:] in name),
+    ]
+    return {mark for key in keys for mark in COSTS.get(key, ())}
