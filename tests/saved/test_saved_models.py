@@ -213,10 +213,15 @@ def test_a_compiled_module_inside() -> None:
     assert report.moved_bytes > 0
 
 
-def test_a_compiled_module_under_mutable_says_so() -> None:
-    model = torch.compile(nn.Linear(4, 4), backend="aot_eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match="dispatch mode"), saved.mutable():
-        model(torch.randn(2, 4))
+def test_a_compiled_module_under_mutable_is_refused_or_right() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    try:
+        with saved.mutable():
+            y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    except RuntimeError as error:
+        assert "dispatch mode" in str(error)
+    else:  # torch 2.11 runs it in eager code
+        assert torch.equal(y, layer(x))
 
 
 def test_dropout_is_the_same() -> None:
