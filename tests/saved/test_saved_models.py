@@ -214,14 +214,15 @@ def test_a_compiled_module_inside() -> None:
 
 
 def test_a_compiled_module_under_mutable_is_refused_or_right() -> None:
+    """torch 2.11 runs it in eager code; torch 2.13 refuses it."""
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    compiled, outcome = torch.compile(layer, backend="aot_eager", fullgraph=True), ""
     try:
         with saved.mutable():
-            y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+            outcome = "right" if torch.equal(compiled(x), layer(x)) else "wrong"
     except RuntimeError as error:
-        assert "dispatch mode" in str(error)
-    else:  # torch 2.11 runs it in eager code
-        assert torch.equal(y, layer(x))
+        outcome = str(error)
+    assert outcome == "right" or "dispatch mode" in outcome
 
 
 def test_dropout_is_the_same() -> None:
