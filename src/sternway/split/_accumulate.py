@@ -40,8 +40,8 @@ class EngineCall:
 class Accumulator:
     """Adds gradients to the ``.grad`` of leaves, for one W.
 
-    Ask ``writes(leaf)`` first. Where it says yes, call ``add_value`` or ``add_product`` for the leaf's parameter;
-    where no, ``queue`` the parts.
+    Ask ``writable(leaf)`` first. Call ``add_value`` or ``add_product`` for the parameter that it returns; where it
+    returns None, ``queue`` the parts.
 
     Args:
         leaves: every leaf of this W.
@@ -57,18 +57,34 @@ class Accumulator:
         self._hooked = EngineCall({}, [])  # a hook may be on several parameters: all of them in one call
         self._call_of: dict[Node, EngineCall] = {}
 
-    def writes(self, leaf: Node) -> bool:
-        """Whether the leaf's ``.grad`` can be written without the engine."""
-        parameter = leaf.variable
-        if self._anomaly or leaf in self._call_of or not parameter.requires_grad or not _is_plain(parameter):
-            return False
+    def writable(self, leaf: Node) -> Tensor | None:
+        """The leaf's parameter, if its ``.grad`` can be written without the engine.
+
+        It can if the parameter has no Python hooks, and it and its ``.grad`` are ordinary dense tensors.
+        """
+        parameter: Tensor = leaf.variable
+        if self._anomaly or leaf in self._call_of or not parameter.requires_grad or type(parameter) not in _ORDINARY:
+            return None
+        if tensor_hooks(parameter) or accumulate_hooks(parameter):
+            return None
+        grad, dtype = parameter.grad, parameter.dtype
+        if grad is None:
+            if parameter.layout != torch.strided or getattr(parameter, "grad_dtype", dtype) != dtype:
+                return None
+        elif type(grad) is not Tensor or grad.layout != torch.strided or grad.dtype != dtype or grad.requires_grad:
+            return None
         self._written.append(parameter)
-        return True
+        return parameter
 
     def add_product(self, parameter: Tensor, left: Tensor, right: Tensor, scale: complex = 1) -> None:
         """Add ``scale * left @ right`` to ``parameter.grad``."""
         total = parameter.grad
-        if total is None or not _takes_product(total, left, right):
+        if total is None or not (  # under autocast the factors are 16-bit, .grad is 32-bit
+            left.dtype == total.dtype == right.dtype
+            and left.ndim == total.ndim == right.ndim
+            and total.ndim in (2, 3)
+            and total.layout == torch.strided
+        ):
             value = left @ right
             self.add_value(parameter, value if scale == 1 else value.mul_(scale))
             return
@@ -162,24 +178,6 @@ class Accumulator:
                 fix="look for the operation in the forward whose output goes into this parameter's matrix product",
             )
         torch.autograd.backward(edges, values)
-
-
-def _is_plain(parameter: Tensor) -> bool:
-    """Whether a parameter has no Python hooks, and it and its ``.grad`` are ordinary dense tensors."""
-    if type(parameter) not in _ORDINARY or tensor_hooks(parameter) or accumulate_hooks(parameter):
-        return False
-    grad, dtype = parameter.grad, parameter.dtype
-    if grad is None:
-        return parameter.layout == torch.strided and getattr(parameter, "grad_dtype", dtype) == dtype
-    return type(grad) is Tensor and grad.layout == torch.strided and grad.dtype == dtype and not grad.requires_grad
-
-
-def _takes_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Whether ``addmm_`` or ``baddbmm_`` can add to ``total``. Under autocast not: it is 32-bit, the factors 16-bit."""
-    dtype, ndim = total.dtype, total.ndim
-    if left.dtype != dtype or right.dtype != dtype or total.layout != torch.strided:
-        return False
-    return left.ndim == ndim == right.ndim and ndim in (2, 3)
 
 
 def _like_parameter(value: Tensor, parameter: Tensor) -> Tensor:
