@@ -61,16 +61,18 @@ def _baddbmm_left(node: Any) -> Product:
 
 @rule(Addmm.name, 0, role="bias")
 def _addmm_bias(node: Any) -> Later | None:
-    return _scaled(Addmm.beta(node).conjugate())
+    beta = Addmm.beta(node)
+    return None if beta == 1 else _scaled(beta)
 
 
 @rule(Baddbmm.name, 0, role="bias")
 def _baddbmm_bias(node: Any) -> Later | None:
-    return _scaled(Baddbmm.beta(node).conjugate())
+    beta = Baddbmm.beta(node)
+    return None if beta == 1 else _scaled(beta)
 
 
-def _scaled(beta: complex) -> Later | None:
-    return None if beta == 1 else Later(lambda grad: grad * beta)
+def _scaled(beta: complex) -> Later:
+    return Later(lambda grad: grad * beta.conjugate())
 
 
 @rule(Convolution.name, 1)

@@ -52,10 +52,10 @@ class DirectWork(_Parts):
     def run(self, accumulator: Accumulator) -> None:
         while self._parts:
             leaf, parts = self._parts.popitem()
-            if not accumulator.writes(leaf):
+            parameter = accumulator.writable(leaf)
+            if parameter is None:
                 accumulator.queue(leaf, parts)
                 continue
-            parameter = leaf.variable
             for part in parts:
                 if part.is_packed:  # unpacked when its turn comes
                     accumulator.postpone(partial(_unpack_and_add, accumulator, parameter, part))
