@@ -343,7 +343,8 @@ def _raw_of_functions() -> bool:
             return grads[0] * 2
 
     tensor = _matrix(2)
-    node: Any = Double.apply(tensor).grad_fn
+    output = Double.apply(tensor)  # in torch 2.11 the node dies with it
+    node: Any = output.grad_fn
     (name,) = saved_names(node.__class__)
     (raw,) = raw_saved(node, name)
     return raw.data is tensor and read_saved(node, saved_label(name))[0] is tensor

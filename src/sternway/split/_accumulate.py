@@ -59,24 +59,20 @@ class Accumulator:
         self._call_of: dict[Node, EngineCall] = {}
         UNSEEN.look()
 
-<<<<<<< HEAD
-    def writes(self, leaf: Node) -> bool:
-        """Whether the leaf's ``.grad`` can be written without the engine."""
-        parameter = leaf.variable
-        if self._anomaly or leaf in self._call_of or not needs_grad(parameter) or not _is_plain(parameter):
-            return False
-        if UNSEEN.on_leaf(leaf):
-            return False
-=======
     def writable(self, leaf: Node) -> Tensor | None:
         """The leaf's parameter, if its ``.grad`` can be written without the engine.
 
-        It can if the parameter has no Python hooks, and it and its ``.grad`` are ordinary dense tensors.
+        It can if the parameter and its node have no Python hooks, and it and its ``.grad`` are ordinary dense tensors.
         """
         parameter: Tensor = leaf.variable
-        if self._anomaly or leaf in self._call_of or not parameter.requires_grad or type(parameter) not in _ORDINARY:
+        if self._anomaly or leaf in self._call_of or type(parameter) not in ORDINARY:
             return None
-        if tensor_hooks(parameter) or accumulate_hooks(parameter):
+        if (
+            not parameter.requires_grad
+            or tensor_hooks(parameter)
+            or accumulate_hooks(parameter)
+            or UNSEEN.on_leaf(leaf)
+        ):
             return None
         grad, dtype = parameter.grad, parameter.dtype
         if grad is None:
@@ -84,26 +80,20 @@ class Accumulator:
                 return None
         elif type(grad) is not Tensor or grad.layout != torch.strided or grad.dtype != dtype or grad.requires_grad:
             return None
->>>>>>> room-split
         self._written.append(parameter)
         return parameter
 
     def add_product(self, parameter: Tensor, left: Tensor, right: Tensor, scale: complex = 1) -> None:
         """Add ``scale * left @ right`` to ``parameter.grad``."""
         total = parameter.grad
-<<<<<<< HEAD
-        if total is None or not _takes_product(total, left, right):
-            by_columns = parameter.ndim == 2 and parameter.stride(0) == 1 != parameter.stride(1)
-            value = (right.mT @ left.mT).mT if by_columns else left @ right  # laid out as autograd's
-=======
         if total is None or not (  # under autocast the factors are 16-bit, .grad is 32-bit
             left.dtype == total.dtype == right.dtype
             and left.ndim == total.ndim == right.ndim
             and total.ndim in (2, 3)
             and total.layout == torch.strided
         ):
-            value = left @ right
->>>>>>> room-split
+            by_columns = parameter.ndim == 2 and parameter.stride(0) == 1 != parameter.stride(1)
+            value = (right.mT @ left.mT).mT if by_columns else left @ right  # laid out as autograd's
             self.add_value(parameter, value if scale == 1 else value.mul_(scale))
             return
         add = total.addmm_ if total.ndim == 2 else total.baddbmm_
@@ -202,27 +192,6 @@ class Accumulator:
         torch.autograd.backward(edges, values)
 
 
-<<<<<<< HEAD
-def _is_plain(parameter: Tensor) -> bool:
-    """Whether a parameter has no Python hooks, and it and its ``.grad`` are ordinary dense tensors."""
-    if type(parameter) not in ORDINARY or tensor_hooks(parameter) or accumulate_hooks(parameter):
-        return False
-    grad, dtype = parameter.grad, parameter.dtype
-    if grad is None:
-        return parameter.layout == torch.strided and getattr(parameter, "grad_dtype", dtype) == dtype
-    return type(grad) is Tensor and grad.layout == torch.strided and grad.dtype == dtype and not grad.requires_grad
-
-
-def _takes_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Whether ``addmm_`` or ``baddbmm_`` can add to ``total``. Under autocast not: it is 32-bit, the factors 16-bit."""
-    dtype, ndim = total.dtype, total.ndim
-    if left.dtype != dtype or right.dtype != dtype or total.layout != torch.strided:
-        return False
-    return left.ndim == ndim == right.ndim and ndim in (2, 3)
-
-
-=======
->>>>>>> room-split
 def _like_parameter(value: Tensor, parameter: Tensor) -> Tensor:
     """``value`` in the parameter's dtype and strides, as autograd makes a first ``.grad``."""
     if value.dtype == parameter.dtype and not layout_enforced():
