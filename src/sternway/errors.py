@@ -48,10 +48,10 @@ class SternwayError(Exception):
         """Raise an error about ``value`` unless it fits.
 
         Example:
-            >>> SternwayError.unless(isinstance("three", int), "a count is a number", "three", "pass 3")
+            >>> SternwayError.unless(isinstance("three", int), "a count must be a number", "three", "pass 3")
             Traceback (most recent call last):
             ...
-            sternway.errors.SternwayError: a count is a number; got str 'three'. Fix: pass 3
+            sternway.errors.SternwayError: a count must be a number; got str 'three'. Fix: pass 3
         """
         if not fits:
             raise cls(rule, got=f"{type(value).__name__} {reprlib.repr(value)}", fix=fix)
