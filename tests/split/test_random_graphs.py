@@ -692,6 +692,7 @@ def assert_split_equals_plain(program: Program) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout")
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @settings(
     max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
 )

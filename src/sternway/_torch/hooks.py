@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,8 +15,13 @@ from torch.utils.hooks import RemovableHandle
 from sternway._torch.probe import probe
 from sternway._torch.tensors import ORDINARY
 
-accumulate_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
-"""What ``register_post_accumulate_grad_hook`` put on a leaf."""
+
+def accumulate_hooks(leaf: Tensor) -> dict[int, Any] | None:
+    """What ``register_post_accumulate_grad_hook`` put on a leaf."""
+    if type(leaf) in ORDINARY:
+        return leaf._post_accumulate_grad_hooks
+    with torch._C.DisableTorchFunctionSubclass():
+        return leaf._post_accumulate_grad_hooks
 
 
 def tensor_hooks(tensor: Tensor) -> dict[int, Any] | None:

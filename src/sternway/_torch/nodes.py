@@ -164,11 +164,14 @@ def packed_by_hooks(node: Any) -> list[Any]:
     try:
         if read(node) == none:
             return []
-    except AttributeError:  # one that is empty, or a list of tensors
+    except (AttributeError, RuntimeError):  # one that is empty, a list of tensors, or a node that has run
         pass
     found: list[Any] = []
     for name in saved_names(node.__class__):
-        raw = getattr(node, name)
+        try:
+            raw = getattr(node, name)
+        except RuntimeError:  # a custom Function that has run refuses, whether it saved anything or not
+            continue
         for saved in raw if isinstance(raw, tuple) else (raw,):
             if saved is not None and saved.unpack_hook is not None:
                 found.append(saved.data)

@@ -12,7 +12,7 @@ its own code stays in the processor's cache while it prepares the queue. On a GP
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,6 +36,7 @@ class EngineCall:
 
     leaves: dict[Node, None]
     parts: list[Part]
+    undefined: Sequence[Node] = ()  # leaves that get an undefined gradient, for their hooks
 
 
 class Accumulator:
@@ -160,10 +161,11 @@ class Accumulator:
         calls = (*self._calls, self._hooked)
         return [tensor for call in calls for part in call.parts for tensor in part.tensors()]
 
-    def finish(self) -> None:
-        """Make the engine calls, and run the hooks on AccumulateGrad nodes."""
+    def finish(self, undefined: Sequence[Node] = ()) -> None:
+        """Make the engine calls, and run the hooks on AccumulateGrad nodes, also of leaves with no gradient."""
         calls = self._calls
-        if self._hooked.parts:
+        self._hooked.undefined = [leaf for leaf in undefined if _has_hooks(leaf)]
+        if self._hooked.parts or self._hooked.undefined:
             calls.append(self._hooked)
         if calls:
             # A hook may run an optimizer, which changes parameters: what is made from one is computed before.
@@ -176,7 +178,8 @@ class Accumulator:
         _run_node_hooks(list({id(parameter): parameter for parameter in self._written}.values()))
 
     def _run(self, call: EngineCall) -> None:
-        edges, values = [], []
+        edges: list[Any] = []
+        values: list[Tensor] = []
         while call.parts:
             part = call.parts.pop(0)
             part.unpack()
@@ -189,7 +192,18 @@ class Accumulator:
                 got=f"nan in the gradient of the parameter of shape {shapes}",
                 fix="look for the operation in the forward whose output goes into this parameter's matrix product",
             )
+        if call.undefined:
+            edges.append(_undefined([leaf.variable for leaf in call.undefined]))
+            values.append(torch.ones_like(edges[-1]))
+        if len(edges) == 1:  # a lone root is not among the nodes that `will_execute` knows of, which hooks may ask
+            edges.append(torch.empty(0, requires_grad=True))
+            values.append(torch.empty(0))
         torch.autograd.backward(edges, values)
+
+
+def _has_hooks(leaf: Node) -> bool:
+    parameter = leaf.variable
+    return bool(tensor_hooks(parameter) or accumulate_hooks(parameter) or UNSEEN.on_leaf(leaf))
 
 
 def _like_parameter(value: Tensor, parameter: Tensor) -> Tensor:
@@ -223,5 +237,10 @@ def _run_node_hooks(parameters: list[Tensor]) -> None:
     undefined gradient runs the node and its hooks, and adds nothing to ``.grad``.
     """
     if parameters and in_process_group():
-        with torch.enable_grad():
-            _Undefined.apply(*parameters).backward()  # type: ignore[no-untyped-call]  # Function.apply is untyped
+        _undefined(parameters).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _undefined(parameters: list[Tensor]) -> Tensor:
+    """A tensor whose backward sends each parameter's AccumulateGrad node an undefined gradient."""
+    with torch.enable_grad():
+        return _Undefined.apply(*parameters)  # type: ignore[no-untyped-call, no-any-return]  # so is Function.apply

@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from sternway._torch import autograd
 from sternway._tree import children, leaves, replace_leaves
 from sternway.errors import SplitError
+from sternway.split._deferred import Deferred
 from sternway.split._part import Edge
 from sternway.split._pending import Pending
 from sternway.split._plan import make_plan
@@ -59,28 +60,30 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
     """
     tensors, grads = _roots(outputs, grad_outputs)
     wanted = edges_of(inputs, "inputs")
-    places = list(dict.fromkeys(wanted.values()))
-    plan = make_plan([edge_of(tensor) for tensor in tensors], set(places))
+    plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()))
 
+    places = plan.inputs
     bottom = [cut for cut in plan.cuts if not cut.runs_in_i]
     nodes = [*plan.ready, *[cut.node for cut in bottom]]
     edges = [GradientEdge(*place) for place in places] + [GradientEdge(node, 0) for node in (*nodes, *plan.triggers)]
     offers = [Offer(each.node, each.positions) for each in plan.opaque]
     asked = [*plan.ready, *plan.triggers]
     with catching(plan.cuts), making(offers), without_hooks(asked) as ran, stopping(plan.inner) as stopped:
-        found = torch.autograd.grad(tensors, edges, grads, allow_unused=True)
+        found = torch.autograd.grad(tensors, edges, grads, allow_unused=True) if edges else ()
     of_nodes = found[len(places) :]
     for cut, grad in zip(bottom, of_nodes[len(plan.ready) :], strict=False):
         cut.grads.append((grad,))
         spend(cut.node)
     UNSEEN.count_own(len(bottom))
-    ready = [(leaf, grad) for leaf, grad in zip(plan.ready, of_nodes, strict=False) if grad is not None]
+    of_leaves = list(zip(plan.ready, of_nodes, strict=False))
+    ready = [(leaf, grad) for leaf, grad in of_leaves if grad is not None]
     ready += [part for offer in offers for part in offer.ready]
     direct, through_graph = deferred_work(plan.cuts, ready)
-    pending = Pending([direct, *(offer.work for offer in offers if offer.work is not None), through_graph], ran)
+    work: list[Deferred] = [direct, *(offer.work for offer in offers if offer.work is not None), through_graph]
+    pending = Pending(work, ran, [leaf for leaf, grad in of_leaves if grad is None])
     refuse_resharded(pending.deferred)
     grad_at = dict(zip(places, found, strict=False)) | stopped
-    return replace_leaves(lambda leaf: grad_at[wanted[id(leaf)]] if id(leaf) in wanted else None, inputs), pending
+    return replace_leaves(lambda leaf: grad_at.get(wanted[id(leaf)]) if id(leaf) in wanted else None, inputs), pending
 
 
 def edges_of(tree: Any, name: str) -> dict[int, Edge]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ class Pending:
     Dropping it frees what it holds; the parameters then never get these gradients.
     """
 
-    def __init__(self, work: Iterable[Deferred], ran: Ran | None = None) -> None:
+    def __init__(self, work: Iterable[Deferred], ran: Ran | None = None, undefined: Sequence[Node] = ()) -> None:
         self._work = list(work)  # run from the last to the first
         self._ran = ran or {}
+        self._undefined = undefined  # leaves that no gradient arrived at, whose hooks run all the same
         self._accumulator: Accumulator | None = None  # while it runs
         self._state = "waiting"
         self._late: dict[Node, None] = {}
@@ -95,7 +96,7 @@ class Pending:
         with torch.no_grad(), hiding(self._ran):
             while self._work:
                 self._work.pop().run(accumulator)
-            accumulator.finish()
+            accumulator.finish(self._undefined)
         self._accumulator = None
         self._state = "has run"
 

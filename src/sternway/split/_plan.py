@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from torch.autograd.function import BackwardCFunction
 
 from sternway._torch import require
-from sternway._torch.autograd import gradient_slots, sequence_number
+from sternway._torch.autograd import gradient_slots
 from sternway._torch.compile import COMPILED_NODE
 from sternway._torch.nodes import ACCUMULATE_GRAD, TO_COPY, TRANSPOSE, T, signed, transposed_dims
 from sternway._torch.parallel import in_process_group
@@ -60,7 +60,7 @@ class SplitPlan:
     Attributes:
         cuts: nodes at which I keeps what W needs.
         ready: leaves whose whole gradient I computes.
-        inner: inputs inside the graph, where gradient is stopped even if something below needs it.
+        inputs: inputs that gradient reaches without passing another one.
         opaque: compiled graphs.
         triggers: a leaf for each compiled graph with nothing but leaves below it. The engine is asked for its gradient,
             or it would not run the graph.
@@ -68,9 +68,14 @@ class SplitPlan:
 
     cuts: list[Cut]
     ready: list[Node]
-    inner: list[Edge]
+    inputs: list[Edge]
     opaque: list[OpaqueNode]
     triggers: list[Node]
+
+    @property
+    def inner(self) -> list[Edge]:
+        """Inputs inside the graph, where gradient is stopped even if something below needs it."""
+        return [edge for edge in self.inputs if type(edge[0]) is not ACCUMULATE_GRAD]
 
 
 def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> SplitPlan:
@@ -80,11 +85,13 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> SplitPlan:
         require("split.parallel")
     UNSEEN.look()
     planner = _Planner(inputs)
-    planner.walk([node for node, index in roots if (node, index) not in inputs])
+    starts = list(roots)
+    planner.reached.update(inputs.intersection(starts))
+    planner.walk([node for node, index in starts if (node, index) not in inputs])
     planner.settle()
     triggers = planner.triggers()
-    inner = [edge for edge in inputs if type(edge[0]) is not ACCUMULATE_GRAD]
-    return SplitPlan([cut for cut in planner.cuts if cut.parts], planner.ready, inner, planner.opaque, triggers)
+    cuts, reached = [cut for cut in planner.cuts if cut.parts], planner.reached
+    return SplitPlan(cuts, planner.ready, [edge for edge in inputs if edge in reached], planner.opaque, triggers)
 
 
 def direct_target(edge: Edge, stop_at: set[Node]) -> tuple[Node | None, bool]:
@@ -97,7 +104,7 @@ def direct_target(edge: Edge, stop_at: set[Node]) -> tuple[Node | None, bool]:
         kind = type(node)
         if kind is ACCUMULATE_GRAD:
             return node, transposed
-        if sequence_number(node) <= UNSEEN.horizon:
+        if not UNSEEN.beyond(node):
             break  # there may be a hook on what it made
         if kind is T or (kind is TRANSPOSE and _swaps_last_two(node)):
             transposed = not transposed
@@ -129,6 +136,7 @@ class _Planner:
         self.from_inputs: dict[Node, bool] = {}
         self.not_recomputed: set[Node] = set()
         self.spine: set[Node] = set()
+        self.reached: set[Edge] = set()
         self.ready: list[Node] = []
         self.cuts: list[Cut] = []
         self.opaque: list[OpaqueNode] = []
@@ -185,7 +193,11 @@ class _Planner:
                 edges = self.past_leaves(node, edges)
             for edge in edges:
                 child = edge[0]
-                if child is not None and (child not in input_nodes or edge not in inputs):
+                if child is None:
+                    continue
+                if child in input_nodes and edge in inputs:
+                    self.reached.add(edge)
+                else:
                     stack.append(child)
 
     def look_up(self, kind: type, node: Node) -> Operands | None:

@@ -13,7 +13,7 @@ in which a thread makes them:
          W goes through the engine          W may add to .grad
 
 A graph whose hooks are put on in its own forward is before the horizon by the time it is split. Training without such
-hooks never moves the horizon.
+hooks never moves the horizon. A number above the newest of this thread is another thread's, and tells nothing.
 """
 
 from __future__ import annotations
@@ -30,24 +30,28 @@ class UnseenHooks(threading.local):
 
     def __init__(self) -> None:
         self._counted = -1  # of hooks_registered, when we last looked; our own since then included
-        self.horizon = -1
+        self.horizon = self._newest = -1
         self._clean: set[int] = set()  # ids of parameters without hooks on their AccumulateGrad node
 
     def look(self) -> None:
         """Move the horizon to now, if hooks were registered that are not our own."""
-        counted = hooks_registered()
+        counted, self._newest = hooks_registered(), newest_sequence_number()
         if counted != self._counted:
             self._counted = counted
-            self.horizon = newest_sequence_number()
+            self.horizon = self._newest
             self._clean.clear()
 
     def count_own(self, hooks: int) -> None:
         """Say that we have registered some ourselves."""
         self._counted += hooks
 
+    def beyond(self, node: Node) -> bool:
+        """Whether a node was made after the horizon, by this thread as far as its number tells."""
+        return self.horizon < sequence_number(node) <= self._newest
+
     def on_node(self, node: Node) -> bool:
         """Whether a node of a graph has hooks of its own."""
-        if sequence_number(node) > self.horizon:
+        if self.beyond(node):
             return False
         self.count_own(PROBING)
         return has_node_hooks(node)
