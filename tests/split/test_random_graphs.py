@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
@@ -698,4 +698,7 @@ def assert_split_equals_plain(program: Program) -> None:
 )
 @given(program=PROGRAMS)
 def test_random_graphs(program: Program) -> None:
+    # Below an input inside the graph, what leads to another input runs with undefined gradients: docs/design.md.
+    inside = any(step.op == "input_here" for step in program.steps)
+    assume(not inside or not (any(program.inputs) or program.param_input))
     assert_split_equals_plain(program)
