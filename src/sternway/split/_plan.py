@@ -214,12 +214,12 @@ class _Planner:
         return RULES.get(name)
 
     def past_leaves(self, node: Node, edges: Sequence[Edge]) -> list[Edge]:
-        """The edges of a compiled graph that I follows: not those to leaves, which it sees to itself."""
+        """The edges of a compiled graph that I follows: not those to leaves that are no inputs, which it sees to."""
         inputs = self.inputs
         positions = [i for i, edge in enumerate(edges) if type(edge[0]) is ACCUMULATE_GRAD and edge not in inputs]
         if positions:
             self.opaque.append(OpaqueNode(node, positions))
-        return [edge for edge in edges if type(edge[0]) is not ACCUMULATE_GRAD]
+        return [edge for edge in edges if type(edge[0]) is not ACCUMULATE_GRAD or edge in inputs]
 
     def cut(self, node: Node, edges: Sequence[Edge], operands: Operands) -> Sequence[Edge]:
         """Make the node a cut, if some of its operands can be deferred; the edges that I follows."""
