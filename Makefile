@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
 
-.PHONY: setup demo atlas test quick check lint format bench clean
+.PHONY: setup demo atlas test quick opsweep check lint format bench clean
 
 setup: $(READY)
 
@@ -31,6 +31,9 @@ test: $(READY)
 
 quick: $(READY)
 	$(PYTEST) -m 'not (dist or browser or slow or gpu)'
+
+opsweep: $(READY) # every sample of torch's own operator and module tests, split; what differs, by cause
+	$(BIN)/python tests/upstream/sweep.py --verbose
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -42,6 +42,8 @@ COSTS: dict[str, tuple[str, ...]] = {
     "state/test_state_docs.py::test_the_example": ("slow",),
     "state/test_state_memory.py::test_a_graph_that_is_dropped_takes_its_hooks_and_values_with_it": ("slow",),
     "test_cli.py::test_help_imports_nothing_heavy": ("slow",),
+    "split/test_random_graphs.py": ("slow",),
+    "upstream/test_sweep.py": ("slow",),
     "test_readme.py::test_code_runs_as_pasted": ("slow",),
 }
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from sternway._torch import autograd
+from sternway._torch.tensors import sparse_parts, storage_id
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
@@ -19,7 +19,7 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
             return [tensor]
         with torch.no_grad():
             if tensor.layout is torch.sparse_coo:
-                return list(autograd.sparse_parts(tensor))
+                return list(sparse_parts(tensor))
             if tensor.layout in _COMPRESSED:
                 rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
                 outer = tensor.crow_indices() if rows else tensor.ccol_indices()
@@ -43,7 +43,7 @@ def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
     for tensor in tensors:
         for part in dense_parts(tensor):
             try:
-                sizes[autograd.storage_id(part)] = part.untyped_storage().nbytes()
+                sizes[storage_id(part)] = part.untyped_storage().nbytes()
             except (RuntimeError, NotImplementedError):  # a tensor without storage
                 continue
     return sizes

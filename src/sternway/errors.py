@@ -48,17 +48,17 @@ class SternwayError(Exception):
         """Raise an error about ``value`` unless it fits.
 
         Example:
-            >>> SternwayError.unless(isinstance("three", int), "a count is a number", "three", "pass 3")
+            >>> SternwayError.unless(isinstance("three", int), "a count must be a number", "three", "pass 3")
             Traceback (most recent call last):
             ...
-            sternway.errors.SternwayError: a count is a number; got str 'three'. Fix: pass 3
+            sternway.errors.SternwayError: a count must be a number; got str 'three'. Fix: pass 3
         """
         if not fits:
             raise cls(rule, got=f"{type(value).__name__} {reprlib.repr(value)}", fix=fix)
 
 
-class SplitError(SternwayError):
-    """A backward that cannot be split as asked."""
+class SplitError(SternwayError, RuntimeError):
+    """A backward that cannot be split as asked; a ``RuntimeError``, as torch's own are."""
 
 
 class PendingError(SplitError):

@@ -213,10 +213,16 @@ def test_a_compiled_module_inside() -> None:
     assert report.moved_bytes > 0
 
 
-def test_a_compiled_module_under_mutable_says_so() -> None:
-    model = torch.compile(nn.Linear(4, 4), backend="aot_eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match="dispatch mode"), saved.mutable():
-        model(torch.randn(2, 4))
+def test_a_compiled_module_under_mutable_is_refused_or_right() -> None:
+    """torch 2.11 runs it in eager code; torch 2.13 refuses it."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    compiled, outcome = torch.compile(layer, backend="aot_eager", fullgraph=True), ""
+    try:
+        with saved.mutable():
+            outcome = "right" if torch.equal(compiled(x), layer(x)) else "wrong"
+    except RuntimeError as error:
+        outcome = str(error)
+    assert outcome == "right" or "dispatch mode" in outcome
 
 
 def test_dropout_is_the_same() -> None:

@@ -181,4 +181,4 @@ def test_the_command_without_a_target_runs_the_demo(tmp_path: Path) -> None:
 def test_the_command_says_what_is_wrong(mine: str) -> None:
     result = CliRunner().invoke(cli.app, ["saved", f"{mine}:wrong"])
     assert isinstance(result.exception, SavedError)
-    assert "the function returns a loss, or a model and a sample; got a int" in str(result.exception)
+    assert "the function must return a loss, or a model and a sample; got a int" in str(result.exception)

@@ -2,7 +2,9 @@
 
 No other room touches a private name of torch; ``tests/test_seam.py`` holds that. One module an area:
 
-    autograd      tensors, the engine and its graph tasks, storages
+    tensors       versions, views, storages
+    autograd      the engine, its graph tasks and its nodes
+    hooks         hooks on tensors and nodes
     failures      errors of a failed backward
     nodes         node kinds and the tensors that they save
     saved_hooks   the stack of saved-tensor hooks, checkpoints' frames

@@ -33,7 +33,18 @@ Feature = Literal[
 ]
 """What a user loses where a probe fails."""
 
-_AREAS = ("autograd", "failures", "nodes", "saved_hooks", "compile", "tracing", "distributed", "parallel")
+_AREAS = (
+    "tensors",
+    "autograd",
+    "hooks",
+    "failures",
+    "nodes",
+    "saved_hooks",
+    "compile",
+    "tracing",
+    "distributed",
+    "parallel",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""``sternway saved``: a step of one's own under a policy, and what became of each tensor that it saved."""
+"""``sternway saved``: run a step under a policy, and show what became of the tensors that it saved."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _step(function: Callable[[], Any], policies: list[Any], target: str) -> Repo
         try:
             made = function()
         except Exception as error:
-            raise _failed(f"{target} can be called", error) from error
+            raise _failed(f"{target} could not be called", error) from error
         first, *rest = made if isinstance(made, tuple) and made else (made,)
         if isinstance(first, nn.Module) and len(rest) == 1:  # a model and a sample
             sample = rest[0]
@@ -88,7 +88,7 @@ def _step(function: Callable[[], Any], policies: list[Any], target: str) -> Repo
             first = outputs.float().square().mean() if isinstance(outputs, Tensor) else outputs
     if not isinstance(first, Tensor) or not first.requires_grad:
         raise SavedError(
-            "the function returns a loss, or a model and a sample",
+            "the function must return a loss, or a model and a sample",
             got=f"a {type(first).__name__} from {target}",
             fix="return loss, or return model, sample",
         )

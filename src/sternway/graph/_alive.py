@@ -17,8 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from sternway._torch import require
-from sternway._torch.autograd import without_torch_function
-from sternway._torch.nodes import sequence_number
+from sternway._torch.autograd import sequence_number
+from sternway._torch.tensors import without_torch_function
 from sternway.errors import GraphError
 from sternway.graph._record import shown_line
 from sternway.graph._saved import saved_parts, storage_of

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sternway._torch import require
-from sternway._torch.autograd import accumulate_hooks, gradient_slots, tensor_hooks
-from sternway._torch.nodes import sequence_number
+from sternway._torch.autograd import gradient_slots, sequence_number
+from sternway._torch.hooks import accumulate_hooks, tensor_hooks
 from sternway._tree import leaves
 from sternway.errors import GraphError
 from sternway.graph._owners import OwnerHint, owners

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from sternway._torch import require
-from sternway._torch.autograd import version_of
 from sternway._torch.failures import changed_versions, failed_roots, failure_of, unused_parameters
 from sternway._torch.nodes import read_saved
+from sternway._torch.tensors import version_of
 from sternway.errors import BackwardError
 from sternway.graph._capture import capture
 from sternway.graph._record import Recording, Write

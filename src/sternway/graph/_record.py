@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from sternway._torch import require
-from sternway._torch.autograd import version_of, without_torch_function
+from sternway._torch.tensors import version_of, without_torch_function
 from sternway._tree import leaves
 from sternway.errors import GraphError
 from sternway.graph._saved import storage_of

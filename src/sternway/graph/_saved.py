@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from sternway._storage import dense_parts, storage_sizes
-from sternway._torch.autograd import storage_id
 from sternway._torch.nodes import CHECKPOINT_HOLDER, raw_saved, read_saved, saved_label, saved_names
 from sternway._torch.saved_hooks import checkpoint_inputs
+from sternway._torch.tensors import storage_id
 from sternway.graph._records import Role, Saved, TensorInfo
 
 

@@ -31,7 +31,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway._torch import require
-from sternway._torch.autograd import at_end_of_backward, current_graph_task, sequence_number, version_of, will_execute
+from sternway._torch.autograd import at_end_of_backward, current_graph_task, sequence_number, will_execute
+from sternway._torch.tensors import version_of
 from sternway.errors import HookError
 from sternway.hooks._handle import Handle
 from sternway.hooks._places import Place, attach, leaf_node, resolve_all

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from sternway._torch.autograd import gradient_slots, hook_gradient_edge
+from sternway._torch.autograd import gradient_slots
+from sternway._torch.hooks import hook_gradient_edge
 from sternway.errors import HookError
 
 Place = Tensor | GradientEdge | Node

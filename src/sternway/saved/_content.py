@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sternway._torch.autograd import version_of
+from sternway._torch.tensors import version_of
 from sternway.errors import SavedError
 from sternway.saved.policies._codecs import Codec
 from sternway.saved.stores._store import Arrival, Away, Store

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from sternway._torch.autograd import base_of, is_view, storage_id
 from sternway._torch.saved_hooks import module_call_code
+from sternway._torch.tensors import base_of, is_view, storage_id
 from sternway.errors import SavedError
 
 _PLAIN = (Tensor, nn.Parameter)

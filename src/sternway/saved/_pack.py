@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sternway._torch.autograd import version_of
+from sternway._torch.tensors import version_of
 from sternway.errors import SavedError
 from sternway.saved._policy import PolicyStack, active
 from sternway.saved._slot import Slot, View

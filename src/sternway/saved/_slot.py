@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from sternway._torch.autograd import base_of, conjugate_view, is_view, negative_view, storage_address, version_of
+from sternway._torch.tensors import base_of, conjugate_view, is_view, negative_view, storage_address, version_of
 from sternway.saved._content import SavedBytes
 from sternway.saved.policies._codecs import Codec
 

@@ -12,7 +12,7 @@ its own code stays in the processor's cache while it prepares the queue. On a GP
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from sternway._torch.autograd import accumulate_hooks, add_each, tensor_hooks
+from sternway._storage import storage_sizes
+from sternway._torch.hooks import accumulate_hooks, tensor_hooks
 from sternway._torch.parallel import in_process_group
+from sternway._torch.tensors import ORDINARY, add_each, layout_enforced, needs_grad
 from sternway.errors import PendingError
-from sternway.split._part import Node, Part
-
-_ORDINARY = (Tensor, torch.nn.Parameter)
+from sternway.split._part import Node, Part, sum_to
+from sternway.split.eager._unseen import UNSEEN
 
 
 @dataclass(slots=True)
@@ -35,13 +36,14 @@ class EngineCall:
 
     leaves: dict[Node, None]
     parts: list[Part]
+    undefined: Sequence[Node] = ()  # leaves that get an undefined gradient, for their hooks
 
 
 class Accumulator:
     """Adds gradients to the ``.grad`` of leaves, for one W.
 
-    Ask ``writes(leaf)`` first. Where it says yes, call ``add_value`` or ``add_product`` for the leaf's parameter;
-    where no, ``queue`` the parts.
+    Ask ``writable(leaf)`` first. Call ``add_value`` or ``add_product`` for the parameter that it returns; where it
+    returns None, ``queue`` the parts.
 
     Args:
         leaves: every leaf of this W.
@@ -56,20 +58,43 @@ class Accumulator:
         self._calls: deque[EngineCall] = deque()
         self._hooked = EngineCall({}, [])  # a hook may be on several parameters: all of them in one call
         self._call_of: dict[Node, EngineCall] = {}
+        UNSEEN.look()
 
-    def writes(self, leaf: Node) -> bool:
-        """Whether the leaf's ``.grad`` can be written without the engine."""
-        parameter = leaf.variable
-        if self._anomaly or leaf in self._call_of or not parameter.requires_grad or not _is_plain(parameter):
-            return False
+    def writable(self, leaf: Node) -> Tensor | None:
+        """The leaf's parameter, if its ``.grad`` can be written without the engine.
+
+        It can if the parameter and its node have no Python hooks, and it and its ``.grad`` are ordinary dense tensors.
+        """
+        parameter: Tensor = leaf.variable
+        if self._anomaly or leaf in self._call_of or type(parameter) not in ORDINARY:
+            return None
+        if (
+            not parameter.requires_grad
+            or tensor_hooks(parameter)
+            or accumulate_hooks(parameter)
+            or UNSEEN.on_leaf(leaf)
+        ):
+            return None
+        grad, dtype = parameter.grad, parameter.dtype
+        if grad is None:
+            if parameter.layout != torch.strided or getattr(parameter, "grad_dtype", dtype) != dtype:
+                return None
+        elif type(grad) is not Tensor or grad.layout != torch.strided or grad.dtype != dtype or grad.requires_grad:
+            return None
         self._written.append(parameter)
-        return True
+        return parameter
 
     def add_product(self, parameter: Tensor, left: Tensor, right: Tensor, scale: complex = 1) -> None:
         """Add ``scale * left @ right`` to ``parameter.grad``."""
         total = parameter.grad
-        if total is None or not _takes_product(total, left, right):
-            value = left @ right
+        if total is None or not (  # under autocast the factors are 16-bit, .grad is 32-bit
+            left.dtype == total.dtype == right.dtype
+            and left.ndim == total.ndim == right.ndim
+            and total.ndim in (2, 3)
+            and total.layout == torch.strided
+        ):
+            by_columns = parameter.ndim == 2 and parameter.stride(0) == 1 != parameter.stride(1)
+            value = (right.mT @ left.mT).mT if by_columns else left @ right  # laid out as autograd's
             self.add_value(parameter, value if scale == 1 else value.mul_(scale))
             return
         add = total.addmm_ if total.ndim == 2 else total.baddbmm_
@@ -83,7 +108,7 @@ class Accumulator:
         """Add ``value`` to ``parameter.grad``; if that is None, ``value`` may become it, and must be nobody else's."""
         total, shape = parameter.grad, parameter.shape
         if value.shape != shape:
-            value = value.sum(0) if value.shape[1:] == shape else value.sum_to_size(shape)
+            value = sum_to(value, shape)
         if total is None:
             parameter.grad = value if value.layout != torch.strided else _like_parameter(value, parameter)
         elif total.layout != torch.strided:  # an earlier sparse gradient
@@ -109,7 +134,12 @@ class Accumulator:
 
     def queue_call(self, call: EngineCall) -> None:
         """Let parts go through the engine; later parts of the same leaves will join them."""
-        self._calls.append(call)
+        if any(tensor_hooks(leaf.variable) for leaf in call.leaves):
+            self._hooked.leaves.update(call.leaves)
+            self._hooked.parts += call.parts
+            call = self._hooked
+        else:
+            self._calls.append(call)
         self._call_of.update(dict.fromkeys(call.leaves, call))
 
     def queue(self, leaf: Node, parts: list[Part]) -> None:
@@ -117,7 +147,7 @@ class Accumulator:
         parameter, call = leaf.variable, self._call_of.get(leaf)
         if call is not None:
             call.parts += parts
-        elif not parameter.requires_grad:  # frozen since the forward
+        elif not needs_grad(parameter):  # frozen since the forward
             return
         elif tensor_hooks(parameter):
             self._call_of[leaf] = self._hooked
@@ -131,24 +161,25 @@ class Accumulator:
         calls = (*self._calls, self._hooked)
         return [tensor for call in calls for part in call.parts for tensor in part.tensors()]
 
-    def finish(self) -> None:
-        """Make the engine calls, and run the hooks on AccumulateGrad nodes."""
+    def finish(self, undefined: Sequence[Node] = ()) -> None:
+        """Make the engine calls, and run the hooks on AccumulateGrad nodes, also of leaves with no gradient."""
         calls = self._calls
-        if self._hooked.parts:
+        self._hooked.undefined = [leaf for leaf in undefined if _has_hooks(leaf)]
+        if self._hooked.parts or self._hooked.undefined:
             calls.append(self._hooked)
         if calls:
             # A hook may run an optimizer, which changes parameters: what is made from one is computed before.
-            parameters = [leaf.variable for leaf in self._leaves]
-            addresses = {each.data_ptr() for each in parameters if each.layout == torch.strided}
+            storages = storage_sizes(leaf.variable for leaf in self._leaves)
             for call in calls:
                 for part in call.parts:
-                    part.compute_if_made_from(addresses)
+                    part.compute_if_made_from(storages)
         while calls:
             self._run(calls.popleft())
         _run_node_hooks(list({id(parameter): parameter for parameter in self._written}.values()))
 
     def _run(self, call: EngineCall) -> None:
-        edges, values = [], []
+        edges: list[Any] = []
+        values: list[Tensor] = []
         while call.parts:
             part = call.parts.pop(0)
             part.unpack()
@@ -161,29 +192,24 @@ class Accumulator:
                 got=f"nan in the gradient of the parameter of shape {shapes}",
                 fix="look for the operation in the forward whose output goes into this parameter's matrix product",
             )
+        if call.undefined:
+            edges.append(_undefined([leaf.variable for leaf in call.undefined]))
+            values.append(torch.ones_like(edges[-1]))
+        if len(edges) == 1:  # a lone root is not among the nodes that `will_execute` knows of, which hooks may ask
+            edges.append(torch.empty(0, requires_grad=True))
+            values.append(torch.empty(0))
         torch.autograd.backward(edges, values)
 
 
-def _is_plain(parameter: Tensor) -> bool:
-    """Whether a parameter has no Python hooks, and it and its ``.grad`` are ordinary dense tensors."""
-    if type(parameter) not in _ORDINARY or tensor_hooks(parameter) or accumulate_hooks(parameter):
-        return False
-    grad, dtype = parameter.grad, parameter.dtype
-    if grad is None:
-        return parameter.layout == torch.strided and getattr(parameter, "grad_dtype", dtype) == dtype
-    return type(grad) is Tensor and grad.layout == torch.strided and grad.dtype == dtype and not grad.requires_grad
-
-
-def _takes_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Whether ``addmm_`` or ``baddbmm_`` can add to ``total``. Under autocast not: it is 32-bit, the factors 16-bit."""
-    dtype, ndim = total.dtype, total.ndim
-    if left.dtype != dtype or right.dtype != dtype or total.layout != torch.strided:
-        return False
-    return left.ndim == ndim == right.ndim and ndim in (2, 3)
+def _has_hooks(leaf: Node) -> bool:
+    parameter = leaf.variable
+    return bool(tensor_hooks(parameter) or accumulate_hooks(parameter) or UNSEEN.on_leaf(leaf))
 
 
 def _like_parameter(value: Tensor, parameter: Tensor) -> Tensor:
     """``value`` in the parameter's dtype and strides, as autograd makes a first ``.grad``."""
+    if value.dtype == parameter.dtype and not layout_enforced():
+        return value
     dense = torch.ops.aten.is_non_overlapping_and_dense(parameter)
     if value.dtype == parameter.dtype and (value.stride() == parameter.stride() if dense else value.is_contiguous()):
         return value
@@ -211,5 +237,10 @@ def _run_node_hooks(parameters: list[Tensor]) -> None:
     undefined gradient runs the node and its hooks, and adds nothing to ``.grad``.
     """
     if parameters and in_process_group():
-        with torch.enable_grad():
-            _Undefined.apply(*parameters).backward()  # type: ignore[no-untyped-call]  # Function.apply is untyped
+        _undefined(parameters).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _undefined(parameters: list[Tensor]) -> Tensor:
+    """A tensor whose backward sends each parameter's AccumulateGrad node an undefined gradient."""
+    with torch.enable_grad():
+        return _Undefined.apply(*parameters)  # type: ignore[no-untyped-call, no-any-return]  # so is Function.apply

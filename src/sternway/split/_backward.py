@@ -13,16 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
+from sternway._torch import autograd
 from sternway._tree import children, leaves, replace_leaves
 from sternway.errors import SplitError
+from sternway.split._deferred import Deferred
 from sternway.split._part import Edge
 from sternway.split._pending import Pending
 from sternway.split._plan import make_plan
-from sternway.split._unsupported import refuse_resharded
+from sternway.split._unsupported import refuse_resharded, spend
 from sternway.split.compiled._offer import Offer, making
 from sternway.split.eager._catch import catching, stopping, without_hooks
+from sternway.split.eager._unseen import UNSEEN
 from sternway.split.eager._work import deferred_work
 
 
@@ -57,26 +60,30 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
     """
     tensors, grads = _roots(outputs, grad_outputs)
     wanted = edges_of(inputs, "inputs")
-    places = list(dict.fromkeys(wanted.values()))
-    plan = make_plan([edge_of(tensor) for tensor in tensors], set(places))
+    plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()))
 
+    places = plan.inputs
     bottom = [cut for cut in plan.cuts if not cut.runs_in_i]
     nodes = [*plan.ready, *[cut.node for cut in bottom]]
     edges = [GradientEdge(*place) for place in places] + [GradientEdge(node, 0) for node in (*nodes, *plan.triggers)]
     offers = [Offer(each.node, each.positions) for each in plan.opaque]
     asked = [*plan.ready, *plan.triggers]
-    with catching(plan.cuts), making(offers), without_hooks(asked), stopping(plan.inner) as stopped:
-        found = torch.autograd.grad(tensors, edges, grads, allow_unused=True)
+    with catching(plan.cuts), making(offers), without_hooks(asked) as ran, stopping(plan.inner) as stopped:
+        found = torch.autograd.grad(tensors, edges, grads, allow_unused=True) if edges else ()
     of_nodes = found[len(places) :]
     for cut, grad in zip(bottom, of_nodes[len(plan.ready) :], strict=False):
         cut.grads.append((grad,))
-    ready = [(leaf, grad) for leaf, grad in zip(plan.ready, of_nodes, strict=False) if grad is not None]
+        spend(cut.node)
+    UNSEEN.count_own(len(bottom))
+    of_leaves = list(zip(plan.ready, of_nodes, strict=False))
+    ready = [(leaf, grad) for leaf, grad in of_leaves if grad is not None]
     ready += [part for offer in offers for part in offer.ready]
     direct, through_graph = deferred_work(plan.cuts, ready)
-    pending = Pending([direct, *(offer.work for offer in offers if offer.work is not None), through_graph])
+    work: list[Deferred] = [direct, *(offer.work for offer in offers if offer.work is not None), through_graph]
+    pending = Pending(work, ran, [leaf for leaf, grad in of_leaves if grad is None])
     refuse_resharded(pending.deferred)
     grad_at = dict(zip(places, found, strict=False)) | stopped
-    return replace_leaves(lambda leaf: grad_at[wanted[id(leaf)]] if id(leaf) in wanted else None, inputs), pending
+    return replace_leaves(lambda leaf: grad_at.get(wanted[id(leaf)]) if id(leaf) in wanted else None, inputs), pending
 
 
 def edges_of(tree: Any, name: str) -> dict[int, Edge]:
@@ -97,7 +104,7 @@ def edges_of(tree: Any, name: str) -> dict[int, Edge]:
 
 def edge_of(place: Tensor | GradientEdge) -> Edge:
     """Where a tensor is in the graph."""
-    edge = place if isinstance(place, GradientEdge) else get_gradient_edge(place)
+    edge = place if isinstance(place, GradientEdge) else autograd.edge_of(place)
     return edge.node, edge.output_nr
 
 

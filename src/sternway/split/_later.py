@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from sternway._torch.autograd import version_of
+from sternway._torch.tensors import version_of
 from sternway.saved import Packed
 
 

@@ -21,9 +21,11 @@ from typing import Any
 
 from torch import Tensor
 
+from sternway._storage import storage_sizes
 from sternway._torch import require
-from sternway._torch.autograd import gradient_slots, version_of
+from sternway._torch.autograd import gradient_slots
 from sternway._torch.nodes import ACCUMULATE_GRAD, CHECKPOINT_HOLDER, allow_more_reads, packed_by_hooks, raw_data
+from sternway._torch.tensors import version_of
 from sternway.errors import PendingError
 from sternway.saved import Packed, Policy
 from sternway.split._later import Later
@@ -45,6 +47,15 @@ def leaves_behind(edge: Edge) -> list[Node]:
         seen |= new
         stack += new
     return list(found)
+
+
+def sum_to(value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``value`` summed over the dimensions in which its operand was broadcast."""
+    if tuple(value.shape) == shape:
+        return value
+    if not value.numel():  # a sum over nothing, whatever its shape
+        return value.new_zeros(shape)
+    return value.sum(0) if tuple(value.shape[1:]) == shape else value.sum_to_size(shape)
 
 
 class Packing(Enum):
@@ -171,12 +182,11 @@ class Part:
     def value_at_edge(self) -> Tensor:
         """The operand's gradient, summed over broadcast dimensions, as the engine takes it."""
         node, index = self.edge
-        value, shape = self.value(), tuple(gradient_slots(node)[index].shape)
-        return value if tuple(value.shape) == shape else value.sum_to_size(shape)
+        return sum_to(self.value(), tuple(gradient_slots(node)[index].shape))
 
-    def compute_if_made_from(self, addresses: set[int]) -> None:
-        """Compute the value now, if it is made from a tensor at one of these addresses."""
-        if self.later is not None and any(tensor.data_ptr() in addresses for tensor in self.later.tensors()):
+    def compute_if_made_from(self, storages: dict[int, int]) -> None:
+        """Compute the value now, if it is made from a tensor in one of these storages."""
+        if self.later is not None and not storages.keys().isdisjoint(storage_sizes(self.later.tensors())):
             self.unpack()
             self.grad, self.later = self.value_at_edge(), None
             self.version = version_of(self.grad)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from sternway._bytes import show_bytes
 from sternway._storage import storage_bytes
-from sternway.errors import PendingError
+from sternway.errors import PendingError, SplitError
 from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator
 from sternway.split._deferred import Deferred
 from sternway.split._part import Node
+from sternway.split.eager._catch import Ran, hiding
 
 
 class Pending:
@@ -22,8 +23,10 @@ class Pending:
     Dropping it frees what it holds; the parameters then never get these gradients.
     """
 
-    def __init__(self, work: Iterable[Deferred]) -> None:
+    def __init__(self, work: Iterable[Deferred], ran: Ran | None = None, undefined: Sequence[Node] = ()) -> None:
         self._work = list(work)  # run from the last to the first
+        self._ran = ran or {}
+        self._undefined = undefined  # leaves that no gradient arrived at, whose hooks run all the same
         self._accumulator: Accumulator | None = None  # while it runs
         self._state = "waiting"
         self._late: dict[Node, None] = {}
@@ -31,6 +34,12 @@ class Pending:
         for each in self._work:
             self._late.update(dict.fromkeys(each.late))
             self._early.update(dict.fromkeys(each.early))
+        if not self._late.keys().isdisjoint(self._ran):
+            raise SplitError(
+                "a hook cannot be put on a parameter during I if only part of its gradient is computed there",
+                got=f"a new hook on a parameter of shape {[tuple(leaf.variable.shape) for leaf in self._ran]}",
+                fix="register it before backward_input",
+            )
 
     @property
     def deferred(self) -> tuple[Tensor, ...]:
@@ -84,10 +93,10 @@ class Pending:
         for each in self._work:
             each.check()
         self._accumulator = accumulator = Accumulator({**self._late, **self._early})
-        with torch.no_grad():
+        with torch.no_grad(), hiding(self._ran):
             while self._work:
                 self._work.pop().run(accumulator)
-            accumulator.finish()
+            accumulator.finish(self._undefined)
         self._accumulator = None
         self._state = "has run"
 

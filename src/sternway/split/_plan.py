@@ -36,7 +36,8 @@ from sternway._torch.nodes import ACCUMULATE_GRAD, TO_COPY, TRANSPOSE, T, signed
 from sternway._torch.parallel import in_process_group
 from sternway.split._part import Cut, Edge, Node, Packing, Part, packing
 from sternway.split._rules import RULES, Operand, Operands
-from sternway.split._unsupported import UNSUPPORTED
+from sternway.split._unsupported import UNSUPPORTED, refuse_spent
+from sternway.split.eager._unseen import UNSEEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class SplitPlan:
     Attributes:
         cuts: nodes at which I keeps what W needs.
         ready: leaves whose whole gradient I computes.
-        inner: inputs inside the graph, where gradient is stopped even if something below needs it.
+        inputs: inputs that gradient reaches without passing another one.
         opaque: compiled graphs.
         triggers: a leaf for each compiled graph with nothing but leaves below it. The engine is asked for its gradient,
             or it would not run the graph.
@@ -67,9 +68,14 @@ class SplitPlan:
 
     cuts: list[Cut]
     ready: list[Node]
-    inner: list[Edge]
+    inputs: list[Edge]
     opaque: list[OpaqueNode]
     triggers: list[Node]
+
+    @property
+    def inner(self) -> list[Edge]:
+        """Inputs inside the graph, where gradient is stopped even if something below needs it."""
+        return [edge for edge in self.inputs if type(edge[0]) is not ACCUMULATE_GRAD]
 
 
 def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> SplitPlan:
@@ -77,16 +83,19 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> SplitPlan:
     require("split")
     if in_process_group():
         require("split.parallel")
+    UNSEEN.look()
     planner = _Planner(inputs)
-    planner.walk([node for node, index in roots if (node, index) not in inputs])
+    starts = list(roots)
+    planner.reached.update(inputs.intersection(starts))
+    planner.walk([node for node, index in starts if (node, index) not in inputs])
     planner.settle()
     triggers = planner.triggers()
-    inner = [edge for edge in inputs if type(edge[0]) is not ACCUMULATE_GRAD]
-    return SplitPlan([cut for cut in planner.cuts if cut.parts], planner.ready, inner, planner.opaque, triggers)
+    cuts, reached = [cut for cut in planner.cuts if cut.parts], planner.reached
+    return SplitPlan(cuts, planner.ready, [edge for edge in inputs if edge in reached], planner.opaque, triggers)
 
 
 def direct_target(edge: Edge, stop_at: set[Node]) -> tuple[Node | None, bool]:
-    """The leaf that ``edge`` leads to through transposes and casts alone, not passing ``stop_at``.
+    """The leaf that ``edge`` leads to through transposes and casts alone, not passing ``stop_at`` or hooks.
 
     Beside it, whether the leaf's parameter (unless a vector) is the transpose of the operand at the edge.
     """
@@ -95,6 +104,8 @@ def direct_target(edge: Edge, stop_at: set[Node]) -> tuple[Node | None, bool]:
         kind = type(node)
         if kind is ACCUMULATE_GRAD:
             return node, transposed
+        if not UNSEEN.beyond(node):
+            break  # there may be a hook on what it made
         if kind is T or (kind is TRANSPOSE and _swaps_last_two(node)):
             transposed = not transposed
         elif kind is TO_COPY and not cast and _changes_precision_only(node):
@@ -125,6 +136,7 @@ class _Planner:
         self.from_inputs: dict[Node, bool] = {}
         self.not_recomputed: set[Node] = set()
         self.spine: set[Node] = set()
+        self.reached: set[Edge] = set()
         self.ready: list[Node] = []
         self.cuts: list[Cut] = []
         self.opaque: list[OpaqueNode] = []
@@ -181,7 +193,11 @@ class _Planner:
                 edges = self.past_leaves(node, edges)
             for edge in edges:
                 child = edge[0]
-                if child is not None and (child not in input_nodes or edge not in inputs):
+                if child is None:
+                    continue
+                if child in input_nodes and edge in inputs:
+                    self.reached.add(edge)
+                else:
                     stack.append(child)
 
     def look_up(self, kind: type, node: Node) -> Operands | None:
@@ -198,17 +214,17 @@ class _Planner:
         return RULES.get(name)
 
     def past_leaves(self, node: Node, edges: Sequence[Edge]) -> list[Edge]:
-        """The edges of a compiled graph that I follows: not those to leaves, which it sees to itself."""
+        """The edges of a compiled graph that I follows: not those to leaves that are no inputs, which it sees to."""
         inputs = self.inputs
         positions = [i for i, edge in enumerate(edges) if type(edge[0]) is ACCUMULATE_GRAD and edge not in inputs]
         if positions:
             self.opaque.append(OpaqueNode(node, positions))
-        return [edge for edge in edges if type(edge[0]) is not ACCUMULATE_GRAD]
+        return [edge for edge in edges if type(edge[0]) is not ACCUMULATE_GRAD or edge in inputs]
 
     def cut(self, node: Node, edges: Sequence[Edge], operands: Operands) -> Sequence[Edge]:
         """Make the node a cut, if some of its operands can be deferred; the edges that I follows."""
         packed = packing(node)
-        if packed is Packing.FOREIGN:
+        if packed is Packing.FOREIGN or UNSEEN.on_node(node):  # hooks on it expect the gradients of all operands
             return edges
         parts = (
             self.chains_of(operands.weights, edges)
@@ -222,6 +238,8 @@ class _Planner:
         followed = [edge for place, edge in enumerate(edges) if edge[0] is not None and place not in deferred]
         if packed is Packing.CHECKPOINT and not followed:
             return edges  # what a checkpoint recomputes can be read only when the node runs
+        if not followed:
+            refuse_spent(node)
         self.cuts.append(Cut(node, parts, packed, runs_in_i=bool(followed)))
         return followed
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from sternway._torch.autograd import is_view
+from sternway._torch.tensors import is_view
 from sternway.errors import SplitError
 from sternway.split._backward import backward_input, pair_leaves
 

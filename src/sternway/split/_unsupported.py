@@ -60,3 +60,30 @@ UNSUPPORTED: dict[str, Callable[[Any], None]] = {
     parallel.DDP_NODE: _static_ddp,
 }
 """By the node's type name, a check that raises SplitError."""
+
+
+_SPENT = "sternway: split"  # in a node's metadata, which lives as long as the node
+
+
+def spend(node: Any) -> None:
+    """Mark a cut that the engine did not run, so that a second backward raises as it does elsewhere.
+
+    The engine frees what a node saved when it runs it, and a second backward raises there. Nothing lies below such a
+    cut, so nothing else would raise.
+    """
+    node.metadata[_SPENT] = True
+    node.register_prehook(_refuse)
+
+
+def refuse_spent(node: Any) -> None:
+    """Raise SplitError if the node is a cut of an earlier split."""
+    if _SPENT in node.metadata:
+        _refuse()
+
+
+def _refuse(*_: Any) -> None:
+    raise SplitError(
+        "Trying to backward through the graph a second time, which cannot be done after a split",
+        got="a graph whose backward has run",
+        fix="run the forward again",
+    )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sternway._torch.autograd import lazy_copy
+from sternway._torch.tensors import lazy_copy
 from sternway.errors import StateError
 from sternway.state._load import Mark, Running
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sternway._torch.autograd import scale_each
+from sternway._torch.tensors import scale_each
 from sternway.errors import PipelineError
 from sternway.pipeline.step._stage import Stage, named_parameters
 from sternway.pipeline.transport._collective import Collective

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sternway._torch.autograd import storage_uses
+from sternway._torch.tensors import storage_uses
 from sternway.pipeline.transport._payload import TensorSpec
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from sternway._torch import require
-from sternway._torch.autograd import storage_id
 from sternway._torch.saved_hooks import intercept, written_arguments
+from sternway._torch.tensors import storage_id
 from sternway.saved._policy import Policy
 from sternway.saved._slot import Slot, Slots
 

@@ -102,7 +102,8 @@ def _with_none(module: GraphModule, inputs: Sequence[Any], parameters: dict[int,
 
 
 def _run_by_operation(graph: GraphModule) -> Boxed:
-    return seam.boxed(lambda arguments: graph.forward(*arguments))
+    forward = graph.forward
+    return seam.boxed(lambda arguments: forward(*arguments))
 
 
 def _with_inductor(

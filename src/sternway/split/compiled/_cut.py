@@ -15,7 +15,7 @@
 - What leads only to weights is computed once, in I or in W, wherever fewer bytes are held. So a bias waits with its
   weight, whose output gradient is held anyway; a norm's weight gradient, for which alone two activations would be
   held, is computed in I.
-- The last product on the way to a weight always waits: that it can wait is the point.
+- The last product on the way to a weight is always in W: deferring it is what the cut is for.
 - A first stage has no input gradient. Its spine is every product that another product needs.
 """
 

@@ -1,7 +1,7 @@
-"""Weight gradients that are matrix products: W leaves the product itself to whoever adds it to ``.grad``.
+"""Weight gradients that are matrix products: W returns the two factors, and the accumulator multiplies them.
 
-A product that is added as it is computed (``addmm_``) is neither written out nor read back, as it is where a compiled
-graph returns it to the engine. The kernel is the same: a compiler calls the library for it too.
+It adds the product to ``.grad`` in the kernel that computes it (``addmm_``), so that the product itself is not written
+to memory and read back. The kernel is the same: a compiler calls the library for it too.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sternway._torch.autograd import version_of, without_autocast
+from sternway._torch.tensors import version_of, without_autocast
 from sternway.errors import PendingError
 from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator
@@ -32,7 +32,19 @@ class CompiledWork:
         owned: for each gradient, whether it shares memory with nothing.
     """
 
-    __slots__ = ("_computed", "_grads", "_held", "_inputs", "_is_product", "_owned", "_versions", "_w", "early", "late")
+    __slots__ = (
+        "_computed",
+        "_grads",
+        "_held",
+        "_inputs",
+        "_is_product",
+        "_n_computed",
+        "_owned",
+        "_versions",
+        "_w",
+        "early",
+        "late",
+    )
 
     def __init__(
         self,
@@ -45,7 +57,7 @@ class CompiledWork:
         # A saved input of the region comes with its grad_fn; keeping that would keep the graph before it alive.
         inputs = [value.detach() if isinstance(value, Tensor) and value.requires_grad else value for value in inputs]
         self._w, self._inputs, self._computed = w, inputs, computed
-        self._is_product, self._owned = is_product, owned
+        self._n_computed, self._is_product, self._owned = len(computed), is_product, owned
         self._held = tuple([value for value in (*inputs, *computed) if isinstance(value, Tensor)])
         self._versions = [version_of(tensor) for tensor in self._held]
         self._grads: list[Any] | None = None
@@ -56,8 +68,7 @@ class CompiledWork:
         """Note which leaf a gradient is for; False if the leaf has one already."""
         if leaf in self.early or leaf in self.late:
             return False
-        is_late = number >= len(self._owned) - len(self._is_product)
-        (self.late if is_late else self.early)[leaf] = number
+        (self.early if number < self._n_computed else self.late)[leaf] = number
         return True
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -80,8 +91,9 @@ class CompiledWork:
     def run(self, accumulator: Accumulator) -> None:
         parameters, numbers = [], []
         for leaf, number in (*self.early.items(), *self.late.items()):
-            if accumulator.writes(leaf):
-                parameters.append(leaf.variable)
+            parameter = accumulator.writable(leaf)
+            if parameter is not None:
+                parameters.append(parameter)
                 numbers.append(number)
             else:
                 accumulator.queue(leaf, [Part.of_leaf(leaf, _NO_GRAD, CompiledGradient(self, number))])

@@ -8,8 +8,9 @@ from functools import partial
 
 from torch import Tensor
 
-from sternway._torch.autograd import tensor_hooks
+from sternway._torch.hooks import tensor_hooks
 from sternway.split._part import Cut, Edge, Node
+from sternway.split.eager._unseen import UNSEEN
 
 
 @contextmanager
@@ -28,6 +29,7 @@ def catching(cuts: list[Cut]) -> Iterator[None]:
                 cut.read()
                 if cut.runs_in_i:
                     handles.append(cut.node.register_prehook(cut.grads.append))
+        UNSEEN.count_own(len(handles) + len(readers))
         yield
         handles.clear()
     finally:
@@ -48,6 +50,7 @@ def stopping(edges: list[Edge]) -> Iterator[dict[Edge, Tensor | None]]:
         node.register_prehook(partial(stop, node, [index for other, index in edges if other is node]))
         for node in dict.fromkeys(node for node, _ in edges)
     ]
+    UNSEEN.count_own(len(handles))
     try:
         yield arrived
     finally:
@@ -55,16 +58,34 @@ def stopping(edges: list[Edge]) -> Iterator[dict[Edge, Tensor | None]]:
             handle.remove()
 
 
+Ran = dict[Node, list[int]]  # by leaf, the keys of its tensor hooks that have run in I
+
+
 @contextmanager
-def without_hooks(leaves: list[Node]) -> Iterator[None]:
-    """Keep the tensor hooks of parameters from running in the block.
+def without_hooks(leaves: list[Node]) -> Iterator[Ran]:
+    """Keep the tensor hooks of parameters from running in the block; gives those that ran all the same.
 
     Asking the engine for the gradient of a leaf runs the leaf's tensor hooks. They must run once, in W, on the whole
-    gradient.
+    gradient. A hook that is put on a leaf in the block, as while a checkpoint recomputes, does run there.
     """
-    hidden = [(hooks, dict(hooks)) for leaf in leaves if (hooks := tensor_hooks(leaf.variable))]
-    for hooks, held in hidden:
-        hooks.update(dict.fromkeys(held, _no_hook))
+    before = {leaf: list(tensor_hooks(leaf.variable) or ()) for leaf in leaves}
+    ran: Ran = {}
+    with hiding(before):
+        yield ran
+    for leaf, known in before.items():
+        if new := [key for key in tensor_hooks(leaf.variable) or () if key not in known]:
+            ran[leaf] = new
+
+
+@contextmanager
+def hiding(keys: Ran) -> Iterator[None]:
+    """Keep some tensor hooks of leaves from running in the block."""
+    hidden = []
+    for leaf, wanted in keys.items():
+        if wanted and (hooks := tensor_hooks(leaf.variable)):
+            held = {key: hooks[key] for key in wanted if key in hooks}
+            hooks.update(dict.fromkeys(held, _no_hook))
+            hidden.append((hooks, held))
     try:
         yield
     finally:
@@ -73,4 +94,4 @@ def without_hooks(leaves: list[Node]) -> Iterator[None]:
 
 
 def _no_hook(grad: Tensor) -> None:
-    """In the place of a hook that is to run in W."""
+    """In the place of a hook that is to run in W, or has run in I."""

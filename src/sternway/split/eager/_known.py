@@ -61,16 +61,18 @@ def _baddbmm_left(node: Any) -> Product:
 
 @rule(Addmm.name, 0, role="bias")
 def _addmm_bias(node: Any) -> Later | None:
-    return _scaled(Addmm.beta(node).conjugate())
+    beta = Addmm.beta(node)
+    return None if beta == 1 else _scaled(beta)
 
 
 @rule(Baddbmm.name, 0, role="bias")
 def _baddbmm_bias(node: Any) -> Later | None:
-    return _scaled(Baddbmm.beta(node).conjugate())
+    beta = Baddbmm.beta(node)
+    return None if beta == 1 else _scaled(beta)
 
 
-def _scaled(beta: complex) -> Later | None:
-    return None if beta == 1 else Later(lambda grad: grad * beta)
+def _scaled(beta: complex) -> Later:
+    return Later(lambda grad: grad * beta.conjugate())
 
 
 @rule(Convolution.name, 1)
@@ -86,7 +88,11 @@ def _convolution_weight(node: Any) -> Later:
 
 @rule(Convolution.name, 2, role="bias")
 def _convolution_bias(node: Any) -> Later:
-    return Later(lambda grad: grad.sum([dim for dim in range(grad.ndim) if dim != 1]))
+    def compute(grad: Tensor) -> Tensor:
+        dense = grad.to_dense() if grad.is_mkldnn else grad
+        return dense.sum([dim for dim in range(grad.ndim) if dim != 1])
+
+    return Later(compute)
 
 
 @rule(Embedding.name, 0)

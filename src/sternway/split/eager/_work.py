@@ -11,7 +11,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from sternway._torch.autograd import version_of
+from sternway._storage import storage_sizes
+from sternway._torch.tensors import is_zero_tensor, storage_id, version_of
 from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator, EngineCall
 from sternway.split._later import Product
@@ -51,10 +52,10 @@ class DirectWork(_Parts):
     def run(self, accumulator: Accumulator) -> None:
         while self._parts:
             leaf, parts = self._parts.popitem()
-            if not accumulator.writes(leaf):
+            parameter = accumulator.writable(leaf)
+            if parameter is None:
                 accumulator.queue(leaf, parts)
                 continue
-            parameter = leaf.variable
             for part in parts:
                 if part.is_packed:  # unpacked when its turn comes
                     accumulator.postpone(partial(_unpack_and_add, accumulator, parameter, part))
@@ -126,8 +127,8 @@ def _add(accumulator: Accumulator, parameter: Tensor, part: Part) -> None:
         accumulator.add_product(parameter, *later.factors(part.grad, transposed), later.scale)
         return
     value = part.value(transposed)
-    if parameter.grad is None and value.shape == parameter.shape and _shares_memory(value, part):
-        value = value.clone(memory_format=torch.preserve_format)
+    if parameter.grad is None and value.shape == parameter.shape:
+        value = _own(value, part)
     accumulator.add_value(parameter, value)
 
 
@@ -136,9 +137,12 @@ def _unpack_and_add(accumulator: Accumulator, parameter: Tensor, part: Part) -> 
     _add(accumulator, parameter, part)
 
 
-def _shares_memory(value: Tensor, part: Part) -> bool:
-    """Whether the value of a part is in memory that something else may read."""
-    if value.layout != torch.strided:
-        return part.later is None
-    held = (tensor for tensor in part.tensors() if tensor.layout == torch.strided)
-    return value.untyped_storage().data_ptr() in {tensor.untyped_storage().data_ptr() for tensor in held}
+def _own(value: Tensor, part: Part) -> Tensor:
+    """The value of a part in memory that nothing else reads."""
+    if is_zero_tensor(value):  # zeros that take no memory
+        return torch.zeros_like(value)
+    if value.layout != torch.strided:  # a sparse gradient has the indices that the forward was given
+        return value.clone()
+    if storage_id(value) in storage_sizes(part.tensors()):
+        return value.clone(memory_format=torch.preserve_format)
+    return value
