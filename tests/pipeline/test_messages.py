@@ -52,7 +52,7 @@ class FakeCarrier:
 
 def messenger_of(plan: schedule.Schedule, routes: Routes, rank: int, carrier: FakeCarrier) -> tuple[Messenger, Payload]:
     """A rank's messenger in a step before which all descriptions are known, and a payload that fits them."""
-    messenger = Messenger(SimpleNamespace(rank=rank), carrier, dynamic=False)
+    messenger = Messenger(SimpleNamespace(rank=rank), carrier, carrier, dynamic=False)
     messenger.connect(plan, routes)
     for _ in range(2):
         messenger.begin_batch("the same")

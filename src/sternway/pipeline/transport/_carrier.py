@@ -72,15 +72,16 @@ class Carrier(ABC):
 
 @final
 class GlooCarrier(Carrier):
-    """CPU tensors over gloo. Activations and gradients have a process group each; tags tell messages apart.
+    """Tensors over gloo, through the host if they are on a GPU.
 
-    Sends are asynchronous, and their tensors are kept until they are done.
+    Activations and gradients have a process group each; tags tell messages apart. Sends are asynchronous, and their
+    tensors are kept until they are done.
     """
 
     host_waits = True
 
-    def __init__(self, groups: ProcessGroups) -> None:
-        self._groups = groups
+    def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
+        self._groups, self._device = groups, device
         self._buffers = Buffers(torch.device("cpu"))
         self._sending: dict[MessageKey, list[tuple[Any, Tensor]]] = {}  # works, and the tensors they read
         self._tag: Callable[[MessageKey], int] = lambda key: 0
@@ -90,12 +91,13 @@ class GlooCarrier(Carrier):
 
     def send(self, key: MessageKey, tensors: Sequence[Tensor], target: int) -> None:
         for tensor in tensors:
-            work = self._post(dist.isend, tensor := tensor.contiguous(), key, target)
+            work = self._post(dist.isend, tensor := tensor.contiguous().cpu(), key, target)
             self._sending.setdefault(key, []).append((work, tensor))
 
     def receive(self, key: MessageKey, spec: Spec, source: int) -> Arriving:
         buffers = [self._buffers.take(described) for described in spec.tensors]
-        return _OnHost(buffers, [self._post(dist.irecv, buffer, key, source) for buffer in buffers], self._groups)
+        works = [self._post(dist.irecv, buffer, key, source) for buffer in buffers]
+        return _OnHost(buffers, works, self._groups, self._device)
 
     def _post(self, call: Any, tensor: Tensor, key: MessageKey, other: int) -> Any:
         group = self._groups.gradients if key.is_gradient else self._groups.activations
@@ -123,9 +125,10 @@ class GlooCarrier(Carrier):
 
 @final
 class _OnHost(Arriving):
-    def __init__(self, tensors: list[Tensor], works: list[Any], groups: ProcessGroups) -> None:
-        self.tensors, self._works, self._groups = tensors, works, groups
+    def __init__(self, tensors: list[Tensor], works: list[Any], groups: ProcessGroups, device: torch.device) -> None:
+        self.tensors, self._works, self._groups, self._device = tensors, works, groups, device
 
     def wait(self) -> None:
         for work in self._works:
             self._groups.attempt(work.wait)
+        self.tensors = [tensor.to(self._device) for tensor in self.tensors]

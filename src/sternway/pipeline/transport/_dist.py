@@ -74,8 +74,9 @@ class DistTransport(Transport):
         everyone = self.crew().agree(lambda: check_device(devices, self._wanted))
         kind = one_kind(everyone)
         self.device = everyone[self.rank] or with_index(torch.device(kind))
-        self._carrier: Carrier = NcclCarrier(self._groups, self.device) if kind == "cuda" else GlooCarrier(self._groups)
-        self._messenger = Messenger(self._groups, self._carrier, self._dynamic)
+        host = GlooCarrier(self._groups, self.device)
+        self._carrier: Carrier = NcclCarrier(self._groups, self.device) if kind == "cuda" else host
+        self._messenger = Messenger(self._groups, self._carrier, host, self._dynamic)
 
     def connect(self, schedule: Schedule, routes: Routes) -> None:
         self._messages.connect(schedule, routes)

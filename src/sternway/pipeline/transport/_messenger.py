@@ -5,6 +5,10 @@ Receives are posted ahead, in the order in which the sender sends: NCCL needs th
 The first time, each activation is preceded by its description (``Spec``). Both sides keep it, and send tensors alone
 while the batch has the same shapes. A gradient needs no description: it is like its activation. Descriptions travel
 from host to host, over gloo.
+
+So do the tensors themselves in the first step with a batch's shapes, also between GPUs. In that step CUDA loads kernels,
+which waits for everything on the GPU, and so for NCCL's receives; two ranks that load at the same time would wait for
+each other for ever.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from sternway.schedule import Schedule
 
 AHEAD = 2
 """How many receives are posted before they are needed, on each edge."""
+_SEEN = 64  # batches that are remembered
 
 
 @dataclass(slots=True)
@@ -42,9 +47,11 @@ class _Incoming:
 class Messenger:
     """The messages of one rank. If ``dynamic``, descriptions are sent every time, because shapes depend on the data."""
 
-    def __init__(self, groups: ProcessGroups, carrier: Carrier, dynamic: bool) -> None:
+    def __init__(self, groups: ProcessGroups, carrier: Carrier, host: Carrier, dynamic: bool) -> None:
         self.awaited: tuple[MessageKey, int] | None = None  # what this rank waits for, and from which rank
         self._groups, self._carrier, self._dynamic = groups, carrier, dynamic
+        self._steady, self._host = carrier, host  # which of the two carries this step's tensors
+        self._seen: list[Any] = []  # of batches, what all ranks said, once a step has run with it
         self._batch: Any = None  # what all ranks said about the batch before this step
         self._keep_specs = False  # whether this step's activations come without descriptions
         self._specs: dict[MessageKey, Spec] = {}
@@ -63,10 +70,12 @@ class Messenger:
         self._expected = {
             training: expected(schedule, routes, training, self._groups.rank) for training in (False, True)
         }
-        self._carrier.connect(schedule, routes)
+        for carrier in {id(each): each for each in (self._host, self._steady)}.values():
+            carrier.connect(schedule, routes)
 
     def begin_batch(self, batch: Any) -> None:
         """Given what all ranks said about the batch: descriptions are kept while that stays the same."""
+        self._carrier = self._steady if batch in self._seen else self._host
         self._keep_specs = batch == self._batch and not self._dynamic
         if batch != self._batch:
             self._specs.clear()
@@ -86,12 +95,15 @@ class Messenger:
             self._groups.attempt(work.wait)
         self._describing.clear()
         self._carrier.end_step()
+        if self._batch not in self._seen:
+            self._seen = [*self._seen[-_SEEN:], self._batch]
 
     def close(self) -> None:
         """Drop what is under way."""
         for under_way in (self._describing, self._incoming, self._local):
             under_way.clear()
-        self._carrier.drop()
+        self._host.drop()
+        self._steady.drop()
 
     # Receiving
 
