@@ -6,9 +6,9 @@ The first time, each activation is preceded by its description (``Spec``). Both 
 while the batch has the same shapes. A gradient needs no description: it is like its activation. Descriptions travel
 from host to host, over gloo.
 
-So do the tensors themselves in the first step with a batch's shapes, also between GPUs. In that step CUDA loads kernels,
-which waits for everything on the GPU, and so for NCCL's receives; two ranks that load at the same time would wait for
-each other for ever.
+So do the tensors themselves in the first step with a batch's shapes, also between GPUs. In that step CUDA loads
+kernels, which waits for everything on the GPU, and so for NCCL's receives; two ranks that load at the same time would
+wait for each other for ever.
 """
 
 from __future__ import annotations
