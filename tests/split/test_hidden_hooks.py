@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sternway import split
+from sternway.split._unseen import UNSEEN
 
 Log = list[Any]
 
@@ -273,3 +274,24 @@ def test_parameters_that_were_swapped_between_the_halves() -> None:
     torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.ones(4, 4)))
     with pytest.raises(RuntimeError, match="swap"):
         pending.run()
+
+
+@pytest.mark.parametrize("kind", ["eager", "checkpointed", "compiled"])
+@pytest.mark.parametrize("needs", [False, True], ids=["stage 0", "middle"])
+def test_training_without_hooks_takes_the_straight_way(kind: str, needs: bool) -> None:
+    """Hooks of our own must not be taken for somebody's, or W would go through the engine for nothing."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    call = {
+        "eager": model,
+        "checkpointed": lambda x: checkpoint(model, x, use_reentrant=False),
+        "compiled": torch.compile(model, backend="sternway", options={"inner": "eager"}),
+    }[kind]
+
+    def step() -> int:
+        x = torch.randn(3, 4, requires_grad=needs)
+        split.backward_input(call(x).sum(), None, [x])[1].run()
+        return UNSEEN.horizon
+
+    step()
+    step()
+    assert step() == step()

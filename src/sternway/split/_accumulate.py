@@ -27,7 +27,7 @@ from sternway._torch.parallel import in_process_group
 from sternway._torch.tensors import ORDINARY, add_each, layout_enforced, needs_grad
 from sternway.errors import PendingError
 from sternway.split._part import Node, Part, sum_to
-from sternway.split.eager._unseen import UNSEEN
+from sternway.split._unseen import UNSEEN
 
 
 @dataclass(slots=True)

@@ -22,10 +22,10 @@ from sternway.split._deferred import Deferred
 from sternway.split._part import Edge
 from sternway.split._pending import Pending
 from sternway.split._plan import make_plan
+from sternway.split._unseen import UNSEEN
 from sternway.split._unsupported import refuse_resharded, spend
 from sternway.split.compiled._offer import Offer, making
 from sternway.split.eager._catch import catching, stopping, without_hooks
-from sternway.split.eager._unseen import UNSEEN
 from sternway.split.eager._work import deferred_work
 
 

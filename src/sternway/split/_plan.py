@@ -36,8 +36,8 @@ from sternway._torch.nodes import ACCUMULATE_GRAD, TO_COPY, TRANSPOSE, T, signed
 from sternway._torch.parallel import in_process_group
 from sternway.split._part import Cut, Edge, Node, Packing, Part, packing
 from sternway.split._rules import RULES, Operand, Operands
+from sternway.split._unseen import UNSEEN
 from sternway.split._unsupported import UNSUPPORTED, refuse_spent
-from sternway.split.eager._unseen import UNSEEN
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from sternway.split._part import Node
+from sternway.split._unseen import UNSEEN
 from sternway.split.compiled._work import CompiledWork
 
 
@@ -95,6 +96,7 @@ def making(offers: list[Offer]) -> Iterator[None]:
     try:
         for offer in offers:
             handles += [offer.node.register_prehook(offer.before), offer.node.register_hook(offer.after)]
+        UNSEEN.count_own(len(handles))
         yield
     finally:
         for offer in offers:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sternway._torch.hooks import tensor_hooks
 from sternway.split._part import Cut, Edge, Node
-from sternway.split.eager._unseen import UNSEEN
+from sternway.split._unseen import UNSEEN
 
 
 @contextmanager
