@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from sternway._torch.probe import probe
+from sternway._torch.probe import HOOKS_OF_PROBES, probe
 from sternway._torch.tensors import ORDINARY
 
 
@@ -33,8 +33,8 @@ def tensor_hooks(tensor: Tensor) -> dict[int, Any] | None:
 
 
 def hooks_registered() -> int:
-    """How many hooks Python code has put on tensors, nodes and modules since the process began."""
-    return RemovableHandle.next_id
+    """How many hooks Python code has put on tensors, nodes and modules since the process began, probes apart."""
+    return RemovableHandle.next_id - HOOKS_OF_PROBES[0]
 
 
 PROBING = 2

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Literal, get_args
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from sternway.errors import SternwayError, UnsupportedTorch
 
@@ -73,13 +74,17 @@ class Probe:
             except Exception as error:
                 found.append(f"{type(error).__name__}: {error}")
 
+        before = RemovableHandle.next_id
         thread = threading.Thread(target=run, name=f"probe {self.name}")
         thread.start()
         thread.join()
+        HOOKS_OF_PROBES[0] += RemovableHandle.next_id - before
         return found[0]
 
 
 _PROBES: list[Probe] = []
+HOOKS_OF_PROBES = [0]
+"""How many hooks probes have registered; see ``hooks.hooks_registered``."""
 
 
 def probe(name: str, *, expected: str, features: tuple[Feature, ...]) -> Callable[[Callable[[], object]], Probe]:

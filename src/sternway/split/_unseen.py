@@ -29,7 +29,7 @@ class UnseenHooks(threading.local):
     """Where hooks may be that cannot be read. Each thread has its own, since each numbers its nodes by itself."""
 
     def __init__(self) -> None:
-        self._counted = -1  # of hooks_registered, when we last looked; our own since then included
+        self._counted = 0  # of hooks_registered, when we last looked; our own since then included
         self.horizon = self._newest = -1
         self._clean: set[int] = set()  # ids of parameters without hooks on their AccumulateGrad node
 
