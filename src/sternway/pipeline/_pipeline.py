@@ -24,11 +24,11 @@ from sternway.pipeline.step._grads import DataParallel, Gradients, all_ties, che
 from sternway.pipeline.step._guard import Guard
 from sternway.pipeline.step._microbatch import Chunk, ChunkSpec
 from sternway.pipeline.step._result import StepResult
-from sternway.pipeline.step._runner import StepOptions, StepRunner, check_one_schedule
+from sternway.pipeline.step._runner import StepOptions, StepRunner
 from sternway.pipeline.step._stage import LossFn, Stage, named_parameters
 from sternway.pipeline.transport._clock import clock_offsets
 from sternway.pipeline.transport._dist import default_transport
-from sternway.pipeline.transport._facts import StepFacts, checksum
+from sternway.pipeline.transport._facts import checksum
 from sternway.pipeline.transport._place import devices_of
 from sternway.pipeline.transport._routes import Routes
 from sternway.pipeline.transport._transport import Transport
@@ -365,12 +365,19 @@ def _agreed_plan(request: BuildRequest, transport: Transport) -> BuildPlan:
     """The plan for this process, if all ranks have one, with the same schedule."""
     made: list[BuildPlan] = []
 
-    def prepare() -> StepFacts:
+    def prepare() -> int:
         made.append(make_plan(request, transport))
-        check_placement(made[0], request.ranks, transport)
-        return StepFacts(checksum(made[0].schedule.to_json()))
+        check_placement(made[0], request, transport)
+        return checksum(made[0].schedule.to_json())
 
-    check_one_schedule(transport.exchange(prepare), made[0].schedule)
+    found, schedule = transport.crew().agree(prepare), made[0].schedule
+    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+    if other is not None:
+        raise PipelineError(
+            "all ranks must run the same schedule",
+            got=f"another on rank {other} than on rank 0; here it is {schedule.name} of {schedule.n_microbatches}",
+            fix="build the pipeline from the same arguments on every rank",
+        )
     return made[0]
 
 

@@ -9,11 +9,13 @@ from typing import Any
 from torch import nn
 
 from sternway.errors import PipelineError
-from sternway.pipeline.build._plan import BuildPlan
+from sternway.pipeline.build._plan import BuildPlan, BuildRequest
 from sternway.pipeline.step._microbatch import ChunkSpec
 from sternway.pipeline.transport._routes import MAIN
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule
+
+EPSILON = 1e-9  # rounding
 
 
 def _is_count(value: Any) -> bool:
@@ -42,14 +44,21 @@ def check_arguments(**arguments: Any) -> None:
             raise PipelineError(f"{name} must {rule}", got=got, fix="see the arguments of Pipeline")
 
 
-def check_placement(plan: BuildPlan, ranks: int, transport: Transport) -> None:
-    """Raise unless the schedule is valid, is for these ranks, and places exactly the stages that are here on them."""
-    schedule = plan.schedule.check()
+def check_placement(plan: BuildPlan, request: BuildRequest, transport: Transport) -> None:
+    """Raise unless the schedule is valid, for these ranks, within the memory, and places just these stages here."""
+    schedule, ranks, limit = plan.schedule.check(), request.ranks, request.memory_limit
     if schedule.ranks != ranks:
         raise PipelineError(
             f"schedule {schedule.name} is for {schedule.ranks} ranks",
             got=f"{ranks} ranks",
             fix="make one for that many",
+        )
+    peak = schedule.simulate(plan.costs).peak_memory
+    if limit is not None and peak > limit + EPSILON:
+        raise PipelineError(
+            f"schedule {schedule.name} cannot keep to memory_limit={limit:g}",
+            got=f"activations of {peak:g} microbatches on a rank",
+            fix='pass schedule="auto", which keeps to it, or a larger limit',
         )
     for rank in transport.mine or range(ranks):
         missing = [stage for stage in schedule.placement[rank] if stage not in plan.modules]

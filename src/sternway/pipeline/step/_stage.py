@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway import split
+from sternway._tree import leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
@@ -102,11 +103,12 @@ class Stage:
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor:
         assert self.loss_fn is not None
+        _check_rows(output, microbatch)
         loss = self.loss_fn(output, microbatch.target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise PipelineError("loss_fn must return one number", got=got, fix="reduce it, as by .mean()")
-        return loss * microbatch.weight
+        return loss * microbatch.weight if loss.itemsize > 2 else loss.float() * microbatch.weight
 
     def backward_input(self, number: int, grads: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         """I: returns the gradients of what was received, by channel. What W needs is kept."""
@@ -149,6 +151,19 @@ class Stage:
         """Drop everything, after a step or an error."""
         for held in (self.losses, self.outputs, self._graphs, self._pendings):
             held.clear()
+
+
+def _check_rows(output: Any, microbatch: Microbatch) -> None:
+    """Raise if the target has other rows than the inputs and than the output: a loss would stretch the smaller one."""
+    target, dim = microbatch.target, microbatch.dim
+    rows = target.shape[dim] if isinstance(target, Tensor) and target.ndim > dim else None
+    made = {t.shape[dim] for t in leaves(output) if isinstance(t, Tensor) and t.ndim > dim}
+    if rows is not None and microbatch.rows and rows != microbatch.rows and rows not in made:
+        raise PipelineError(
+            "the target must have as many rows as the batch",
+            got=f"{rows} rows of the target for {microbatch.rows} rows of the batch, in one microbatch",
+            fix="pass the target of the same batch",
+        )
 
 
 def _whole(found: dict[str, list[Tensor | None]], like: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:

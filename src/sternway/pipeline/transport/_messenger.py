@@ -26,6 +26,7 @@ from torch import Tensor
 from sternway.errors import PipelineError
 from sternway.pipeline.transport._carrier import Arriving, Carrier
 from sternway.pipeline.transport._groups import ProcessGroups
+from sternway.pipeline.transport._late_sends import LateSends
 from sternway.pipeline.transport._order import Expected, RankEdge, edge_of, expected
 from sternway.pipeline.transport._payload import Payload, Spec
 from sternway.pipeline.transport._routes import MessageKey, Routes
@@ -51,12 +52,12 @@ class Messenger:
         self.awaited: tuple[MessageKey, int] | None = None  # what this rank waits for, and from which rank
         self._groups, self._carrier, self._dynamic = groups, carrier, dynamic
         self._steady, self._host = carrier, host  # which of the two carries this step's tensors
-        self._seen: list[Any] = []  # of batches, what all ranks said, once a step has run with it
-        self._batch: Any = None  # what all ranks said about the batch before this step
+        self._seen: list[tuple[int, bool]] = []  # what was told about batches, once a step has run with them
+        self._told: tuple[int, bool] | None = None  # what was told about the batch of the step before
         self._keep_specs = False  # whether this step's activations come without descriptions
         self._specs: dict[MessageKey, Spec] = {}
         self._local: dict[MessageKey, Payload] = {}  # from a stage of this rank to another one of this rank
-        self._describing: list[tuple[Any, Tensor]] = []  # works, and the tensors they read
+        self._describing = LateSends(groups)
         self._incoming: dict[RankEdge, _Incoming] = {}
         self._sent = 0  # how many messages left this rank in this step
         self._rank_of: tuple[int, ...] = ()
@@ -73,35 +74,36 @@ class Messenger:
         for carrier in {id(each): each for each in (self._host, self._steady)}.values():
             carrier.connect(schedule, routes)
 
-    def begin_batch(self, batch: Any) -> None:
-        """Given what all ranks said about the batch: descriptions are kept while that stays the same."""
-        self._carrier = self._steady if batch in self._seen else self._host
-        self._keep_specs = batch == self._batch and not self._dynamic
-        if batch != self._batch:
-            self._specs.clear()
-        self._batch = batch
+    def begin(self, batch: int, training: bool) -> None:
+        """Get ready for the messages of one step, and post the first receives.
 
-    def begin(self, training: bool) -> None:
-        """Get ready for the messages of one step, and post the first receives."""
-        self._incoming = {edge: _Incoming(deque(messages)) for edge, messages in self._expected[training].items()}
-        self._sent = 0
+        Args:
+            batch: what all ranks were told about the batch's shapes. Descriptions are kept while it stays the same.
+            training: whether there will be gradients.
+        """
+        told = batch, training
+        self._carrier = self._steady if told in self._seen else self._host
+        self._keep_specs = told == self._told and not self._dynamic
         # What is described again in this step is not known before it arrives.
         self._specs = {key: spec for key, spec in self._specs.items() if self._keep_specs and not spec.varies}
+        self._told = told
+        self._incoming = {edge: _Incoming(deque(messages)) for edge, messages in self._expected[training].items()}
+        self._sent = 0
         self._post()
 
     def finish(self) -> None:
         """All messages of the step were sent and received."""
-        for work, _ in self._describing:
-            self._groups.attempt(work.wait)
-        self._describing.clear()
-        self._carrier.end_step()
-        if self._batch not in self._seen:
-            self._seen = [*self._seen[-_SEEN:], self._batch]
+        self._describing.finish_step()
+        for carrier in {id(each): each for each in (self._host, self._steady)}.values():
+            carrier.end_step()
+        if self._told is not None and self._told not in self._seen:
+            self._seen = [*self._seen[-_SEEN:], self._told]
 
     def close(self) -> None:
         """Drop what is under way."""
-        for under_way in (self._describing, self._incoming, self._local):
-            under_way.clear()
+        self._incoming.clear()
+        self._local.clear()
+        self._describing.drop()
         self._host.drop()
         self._steady.drop()
 
@@ -182,7 +184,7 @@ class Messenger:
     def _send_spec(self, key: MessageKey, spec: Spec, target: int) -> None:
         text = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8)
         for tensor in (torch.tensor([text.numel()], dtype=torch.int64), text):
-            self._describing.append((self._describe(dist.isend, tensor, key, target), tensor))
+            self._describing.add(self._describe(dist.isend, tensor, key, target), tensor)
         self._specs[key] = spec
 
     def _describe(self, call: Any, tensor: Tensor, key: MessageKey, other: int) -> Any:
