@@ -16,7 +16,6 @@ from torch import Tensor
 
 from sternway.pipeline.transport._buffers import Buffers
 from sternway.pipeline.transport._groups import ProcessGroups
-from sternway.pipeline.transport._late_sends import LateSends
 from sternway.pipeline.transport._payload import Spec
 from sternway.pipeline.transport._routes import MessageKey, Routes
 from sternway.schedule import Schedule
@@ -60,7 +59,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def end_step(self) -> None:
-        """All messages of a step were posted. Waits only for ranks that are more than a step behind."""
+        """All messages of a step were posted."""
 
     @abstractmethod
     def round_trip(self, message: Tensor, peer: int) -> float:
@@ -85,7 +84,6 @@ class GlooCarrier(Carrier):
         self._groups, self._device = groups, device
         self._buffers = Buffers(torch.device("cpu"))
         self._sending: dict[MessageKey, list[tuple[Any, Tensor]]] = {}  # works, and the tensors they read
-        self._late = LateSends(groups)
         self._tag: Callable[[MessageKey], int] = lambda key: 0
 
     def connect(self, schedule: Schedule, routes: Routes) -> None:
@@ -110,11 +108,8 @@ class GlooCarrier(Carrier):
             self._groups.attempt(work.wait)
 
     def end_step(self) -> None:
-        for sent in self._sending.values():
-            for work, tensor in sent:
-                self._late.add(work, tensor)
-        self._sending.clear()
-        self._late.finish_step()
+        for key in list(self._sending):
+            self.answered(key)
         self._buffers.clear()
 
     def round_trip(self, message: Tensor, peer: int) -> float:
@@ -126,7 +121,6 @@ class GlooCarrier(Carrier):
 
     def drop(self) -> None:
         self._sending.clear()
-        self._late.drop()
 
 
 @final

@@ -19,12 +19,12 @@ from sternway.pipeline.transport._crew import Crew
 from sternway.pipeline.transport._facts import StepFacts
 from sternway.pipeline.transport._groups import ProcessGroups, check_members
 from sternway.pipeline.transport._herald import Herald
-from sternway.pipeline.transport._late_sends import LateSends
 from sternway.pipeline.transport._later import LateGathers, Rows
 from sternway.pipeline.transport._messenger import Messenger
 from sternway.pipeline.transport._nccl import NcclCarrier
 from sternway.pipeline.transport._place import check_device, join_processes, one_kind, with_index
 from sternway.pipeline.transport._routes import RankProgram, Receive, Routes
+from sternway.pipeline.transport._sends import Sends
 from sternway.pipeline.transport._transport import Transport, device_of
 from sternway.schedule import Schedule
 
@@ -68,7 +68,7 @@ class DistTransport(Transport):
         self._dynamic, self._timeout = dynamic, timeout
         self._herald: Herald | None = None  # until there is a schedule
         self._late_gathers: LateGathers | None = None  # until something is gathered later
-        self._late_sends = LateSends(self._groups)
+        self._copies = Sends(self._groups)
         self.ranks, self.rank = len(members), self._groups.rank
         self.mine = (self.rank,)
         self.watch = self._groups.watch
@@ -106,7 +106,9 @@ class DistTransport(Transport):
         except StopIteration:
             pass
         messages.finish()
-        self._late_sends.finish_step()
+        self._copies.finish()
+        if self._herald is not None:
+            self._herald.finish()
         if self.watch is not None and self.watch.lost is not None:  # on a GPU, garbage may have been computed since
             raise self.watch.lost.error(self.rank)
 
@@ -140,7 +142,7 @@ class DistTransport(Transport):
             sent = tensor.detach().clone(memory_format=torch.contiguous_format)
             for other in ranks:  # to each one, so that nobody waits for a third
                 if other != source:
-                    self._late_sends.add(self._post_copy(dist.isend, sent, other), sent)
+                    self._copies.add(self._post_copy(dist.isend, sent, other), sent)
         else:
             received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
             self._groups.attempt(self._post_copy(dist.irecv, received, source).wait)
@@ -183,12 +185,12 @@ class DistTransport(Transport):
     def close(self) -> None:
         if self._late_gathers is not None:
             self._late_gathers.stop(self._timeout)
-        self._late_sends.finish_step()
+        self._copies.finish()
         self._drop_messages()
         self._groups.close()
 
     def _drop_messages(self) -> None:
-        self._late_sends.drop()
+        self._copies.drop()
         if self._messenger is not None:
             self._messenger.close()
 

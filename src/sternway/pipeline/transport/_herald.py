@@ -20,7 +20,7 @@ from torch import Tensor
 from sternway.errors import PipelineError
 from sternway.pipeline.transport._facts import StepFacts
 from sternway.pipeline.transport._groups import ProcessGroups
-from sternway.pipeline.transport._late_sends import LateSends
+from sternway.pipeline.transport._sends import Sends
 from sternway.schedule import Schedule
 
 _TAG = 1  # no other message between two ranks of the control group has it
@@ -36,7 +36,7 @@ class Herald:
         self._groups = groups
         self._before = line[place - 1] if place else None
         self._after = line[place + 1] if place + 1 < len(line) else None
-        self._sends = LateSends(groups)
+        self._sends = Sends(groups)
 
     def announce(self, prepare: Callable[[], StepFacts]) -> StepFacts:
         """What the first rank says about the step, where ``prepare`` is called.
@@ -44,7 +44,6 @@ class Herald:
         Raises:
             PipelineError: on every rank, if ``prepare`` raises. Nobody has begun then.
         """
-        self._sends.finish_step()
         if self._before is None:
             return self._begin(prepare)
         length, *numbers = self._receive(torch.empty(_LENGTH, dtype=torch.int64)).tolist()
@@ -54,6 +53,10 @@ class Herald:
             cause = text.numpy().tobytes().decode()
             raise PipelineError("another rank could not begin", got=cause, fix="remove the cause on that rank")
         return StepFacts.from_numbers(numbers)
+
+    def finish(self) -> None:
+        """The step is done: the next rank has heard of it by now, or will in a moment."""
+        self._sends.finish()
 
     def _begin(self, prepare: Callable[[], StepFacts]) -> StepFacts:
         try:

@@ -26,10 +26,10 @@ from torch import Tensor
 from sternway.errors import PipelineError
 from sternway.pipeline.transport._carrier import Arriving, Carrier
 from sternway.pipeline.transport._groups import ProcessGroups
-from sternway.pipeline.transport._late_sends import LateSends
 from sternway.pipeline.transport._order import Expected, RankEdge, edge_of, expected
 from sternway.pipeline.transport._payload import Payload, Spec
 from sternway.pipeline.transport._routes import MessageKey, Routes
+from sternway.pipeline.transport._sends import Sends
 from sternway.schedule import Schedule
 
 AHEAD = 2
@@ -57,7 +57,7 @@ class Messenger:
         self._keep_specs = False  # whether this step's activations come without descriptions
         self._specs: dict[MessageKey, Spec] = {}
         self._local: dict[MessageKey, Payload] = {}  # from a stage of this rank to another one of this rank
-        self._describing = LateSends(groups)
+        self._describing = Sends(groups)
         self._incoming: dict[RankEdge, _Incoming] = {}
         self._sent = 0  # how many messages left this rank in this step
         self._rank_of: tuple[int, ...] = ()
@@ -93,9 +93,8 @@ class Messenger:
 
     def finish(self) -> None:
         """All messages of the step were sent and received."""
-        self._describing.finish_step()
-        for carrier in {id(each): each for each in (self._host, self._steady)}.values():
-            carrier.end_step()
+        self._describing.finish()
+        self._carrier.end_step()
         if self._told is not None and self._told not in self._seen:
             self._seen = [*self._seen[-_SEEN:], self._told]
 
