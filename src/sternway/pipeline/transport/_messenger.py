@@ -33,7 +33,7 @@ from sternway.pipeline.transport._sends import Sends
 from sternway.schedule import Schedule
 
 AHEAD = 2
-"""How many receives are posted before they are needed, on each edge."""
+"""How many receives are posted before they are needed: on each edge, or on a GPU, which they keep busy, on all."""
 _SEEN = 64  # batches that are remembered
 
 
@@ -59,7 +59,7 @@ class Messenger:
         self._local: dict[MessageKey, Payload] = {}  # from a stage of this rank to another one of this rank
         self._describing = Sends(groups)
         self._incoming: dict[RankEdge, _Incoming] = {}
-        self._sent = 0  # how many messages left this rank in this step
+        self._sent, self._received = 0, 0  # how many messages left and reached this rank in this step
         self._rank_of: tuple[int, ...] = ()
         self._tag: Callable[[MessageKey], int] = lambda key: 0
         self._expected: dict[bool, dict[RankEdge, list[Expected]]] = {}  # in training, and in evaluation
@@ -88,7 +88,7 @@ class Messenger:
         self._specs = {key: spec for key, spec in self._specs.items() if self._keep_specs and not spec.varies}
         self._told = told
         self._incoming = {edge: _Incoming(deque(messages)) for edge, messages in self._expected[training].items()}
-        self._sent = 0
+        self._sent, self._received = 0, 0
         self._post()
 
     def finish(self) -> None:
@@ -118,11 +118,12 @@ class Messenger:
         while key not in incoming.posted:  # what is sent before it is posted before it
             self._start_receive(incoming, edge.source)
         spec, arriving = incoming.posted.pop(key)
+        self._received += 1
         arriving.wait()
         self.awaited = None
         self._carrier.answered(key.back)
         self._post()
-        return spec, arriving.tensors
+        return spec, [each.in_order(tensor) for each, tensor in zip(spec.tensors, arriving.tensors, strict=True)]
 
     def _post(self) -> None:
         for edge, incoming in self._incoming.items():
@@ -130,7 +131,8 @@ class Messenger:
                 self._start_receive(incoming, edge.source)
 
     def _may_post(self, message: Expected) -> bool:
-        in_time = self._carrier.host_waits or message.after <= self._sent
+        soon = message.after <= self._sent and message.turn < self._received + AHEAD
+        in_time = self._carrier.host_waits or soon
         return in_time and self._known_spec(message.key) is not None
 
     def _known_spec(self, key: MessageKey) -> Spec | None:
@@ -164,8 +166,8 @@ class Messenger:
         if target == self._groups.rank:
             self._local[key] = payload
             return
+        known = self._known_spec(key)
         if not key.is_gradient:
-            known = self._known_spec(key)
             if known is None:
                 self._send_spec(key, spec, target)
             elif known != spec:
@@ -175,7 +177,9 @@ class Messenger:
                     got=f"{spec.shapes()}, not {known.shapes()}",
                     fix="pass dynamic=True, if the shapes of outputs depend on the data",
                 )
-        self._carrier.send(key, tensors, target)
+        described = (known or spec).tensors
+        sent = [each.in_memory(tensor) for each, tensor in zip(described, tensors, strict=True)]
+        self._carrier.send(key, sent, target)
         self._sent += 1
         if not self._carrier.host_waits:  # what depends on this message may be posted now
             self._post()
