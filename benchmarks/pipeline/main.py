@@ -147,10 +147,10 @@ def our_pipeline(name: str, case: Case) -> pipeline.Pipeline:
 # Measuring
 
 
-def run(rank: int, port: int, cases: list[Case], shared: dict[str, str], results: Any) -> None:
+def run(rank: int, port: int, cases: list[Case], shared: dict[str, str], limit: float, results: Any) -> None:
     ranks = cases[0].ranks
     if cases[0].device == "cuda":
-        become_small_gpu(rank, ranks, port, "both", shared, timeout=3600)
+        become_small_gpu(rank, ranks, port, "eager", shared, timeout=limit)
     else:
         join_group(rank, ranks, port)
     rows = [measure(rank, case) for case in cases]
@@ -258,6 +258,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="steps that follow each other in one timing")
     parser.add_argument("--dims", default=None)
+    parser.add_argument("--limit", type=float, default=600, help="after so many seconds, GPU ranks say where they hang")
     parser.add_argument("--ours", default=",".join(OURS))
     arguments = parser.parse_args()
     dims = arguments.dims or ("2048" if arguments.device == "cuda" else "64,256,512")
@@ -266,7 +267,8 @@ def main() -> None:
     results = context.SimpleQueue()
     port, shared = free_port(), mps() if arguments.device == "cuda" else {}
     processes = [
-        context.Process(target=run, args=(rank, port, cases, shared, results)) for rank in range(arguments.ranks)
+        context.Process(target=run, args=(rank, port, cases, shared, arguments.limit, results))
+        for rank in range(arguments.ranks)
     ]
     for process in processes:
         process.start()

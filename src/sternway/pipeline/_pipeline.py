@@ -25,6 +25,7 @@ from sternway.pipeline.step._guard import Guard
 from sternway.pipeline.step._microbatch import Chunk, ChunkSpec
 from sternway.pipeline.step._result import StepResult
 from sternway.pipeline.step._runner import StepOptions, StepRunner
+from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.step._stage import LossFn, Stage, named_parameters
 from sternway.pipeline.transport._clock import clock_offsets
 from sternway.pipeline.transport._dist import default_transport
@@ -61,6 +62,8 @@ class Pipeline:
         chunk: how inputs and targets are cut: ``Chunk(dim)``, ``Presplit()`` or ``Replicate()``.
         dynamic: the shapes of stages' outputs may change from step to step even if those of the batch do not.
         saved: a policy of ``sternway.saved`` for what the stages save in F, or a function from a stage's index to one.
+        scaler: scales the loss, for gradients in float16.
+        reduce_dtype: sum the gradients of tied parameters and of copies in this dtype; in their own by default.
         heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to watch for none.
         reports: the folder for reports about failed steps; see ``docs/survive.md``.
 
@@ -93,13 +96,15 @@ class Pipeline:
         chunk: ChunkSpec = Chunk(0),  # noqa: B008 - frozen, so safely shared
         dynamic: bool = False,
         saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None = None,
+        scaler: GradScaler | None = None,
+        reduce_dtype: torch.dtype | None = None,
         heartbeat_timeout: float = 30,
         reports: str | Path | None = None,
     ) -> None:
         require("pipeline")
         check_arguments(
             stages=stages, schedule=schedule, n_microbatches=n_microbatches, ranks=ranks, transport=transport,
-            chunk=chunk, loss_fn=loss_fn, reports=reports, mesh=mesh,
+            chunk=chunk, loss_fn=loss_fn, reports=reports, mesh=mesh, scaler=scaler, reduce_dtype=reduce_dtype,
         )  # fmt: skip
         self.transport = transport or default_transport(mesh, dynamic, heartbeat_timeout)
         self.transport.place(devices_of(stages))
@@ -111,14 +116,17 @@ class Pipeline:
         )
         self._plan = _agreed_plan(request, self.transport)
         self.schedule, self.costs = self._plan.schedule, self._plan.costs
-        self.stages = _stages(self._plan, loss_fn, saved)
+        self.stages = _stages(self._plan, loss_fn, saved, scaler)
         ranks_here = self.transport.mine or tuple(range(ranks))
         routes = Routes(self.schedule.num_stages, checked_skips(skips, self.schedule.num_stages))
         self.transport.connect(self.schedule, routes)
         placement = {rank: self.schedule.placement[rank] for rank in ranks_here}
         self._ties = resolve_ties(all_ties(tied, stages), self.stages, placement, self.transport)
-        copies = None if mesh is None else DataParallel(self.transport.collective(mesh.get_group("dp")))
-        self._gradients = Gradients(self.stages, self._ties, self.transport, ranks, copies)
+        copies = None if mesh is None else self.transport.collective(mesh.get_group("dp"))
+        averaged = None if copies is None else DataParallel(copies, reduce_dtype)
+        self._gradients = Gradients(self.stages, self._ties, self.transport, ranks, averaged, reduce_dtype)
+        if scaler is not None:
+            scaler.connect(self.transport, ranks)
         self._guard = Guard(self.transport, ranks_here[0], Path(reports or default_folder()))
         self._runner = StepRunner(
             self.stages, self.schedule, routes, self.transport, ranks_here, self._gradients, self._guard,
@@ -385,6 +393,7 @@ def _stages(
     plan: BuildPlan,
     loss_fn: LossFn | None,
     saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None,
+    scaler: GradScaler | None,
 ) -> dict[int, Stage]:
     last = plan.schedule.num_stages - 1
     return {
@@ -394,6 +403,7 @@ def _stages(
             is_last=index == last,
             loss_fn=loss_fn if index == last else None,
             saved=saved if saved is None or isinstance(saved, AbstractContextManager) else saved(index),
+            scale=None if scaler is None else scaler.scale,
         )
         for index, module in sorted(plan.modules.items())
     }

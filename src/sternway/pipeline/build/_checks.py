@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan, BuildRequest
 from sternway.pipeline.step._microbatch import ChunkSpec
+from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.transport._routes import MAIN
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule
@@ -30,6 +32,11 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "transport": ("be a Transport", lambda value: isinstance(value, Transport | None)),
     "chunk": ("be Chunk(dim), Presplit() or Replicate()", lambda value: isinstance(value, ChunkSpec)),
     "loss_fn": ("be a function of output and target", lambda value: value is None or callable(value)),
+    "scaler": ("be a sternway.pipeline.GradScaler", lambda value: isinstance(value, GradScaler | None)),
+    "reduce_dtype": (
+        "be a floating dtype",
+        lambda value: value is None or (isinstance(value, torch.dtype) and value.is_floating_point),
+    ),
     "mesh": ("be a DeviceMesh", lambda value: value is None or hasattr(value, "get_group")),
     "reports": ("be a folder", lambda value: isinstance(value, str | os.PathLike | None)),
 }

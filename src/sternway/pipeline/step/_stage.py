@@ -55,7 +55,9 @@ class Stage:
         is_last: bool,
         loss_fn: LossFn | None,
         saved: AbstractContextManager[Any] | None = None,
+        scale: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        self._scale = scale
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
         self._saved = saved or nullcontext()
         self.losses: dict[int, Tensor] = {}
@@ -95,7 +97,8 @@ class Stage:
             if self.loss_fn is not None and microbatch.target is not None:
                 loss = self._loss(output, microbatch)
                 self.losses[number] = loss.detach()
-                graph_outputs[MAIN] = [loss] if loss.requires_grad else []
+                if loss.requires_grad:
+                    graph_outputs[MAIN] = [loss if self._scale is None else self._scale(loss)]
         if training:
             needing = {name: [t for t in tensors if t.requires_grad] for name, tensors in inputs.items()}
             self._graphs[number] = _Graph(needing, graph_outputs)
@@ -108,7 +111,7 @@ class Stage:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise PipelineError("loss_fn must return one number", got=got, fix="reduce it, as by .mean()")
-        return loss * microbatch.weight if loss.itemsize > 2 else loss.float() * microbatch.weight
+        return (loss if loss.itemsize > 2 else loss.float()) * microbatch.weight  # a sum of many, so not in half
 
     def backward_input(self, number: int, grads: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         """I: returns the gradients of what was received, by channel. What W needs is kept."""

@@ -51,7 +51,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def receive(self, key: MessageKey, spec: Spec, source: int) -> Arriving:
-        """Start to receive a message, as it was sent. Those of one edge are received in the order in which they are sent."""
+        """Start to receive a message. Those of one edge are received as they are sent, and in that order."""
 
     @abstractmethod
     def answered(self, key: MessageKey) -> None:

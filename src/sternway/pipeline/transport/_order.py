@@ -1,10 +1,10 @@
 """In which order do the messages of a step reach a rank, and how early may it ask for each?
 
 The messages from one rank to another on one channel are received in the order in which they are sent: NCCL knows no
-other. A receive that is posted early occupies a part of a GPU until its message is there, so only the next few are. If that message could only be sent
-after something that this rank has not sent yet, the rank would wait for itself as soon as anything it does waits for
-the GPU, as loading a kernel or freeing memory may. So each message comes with the number of messages that this rank
-must have sent before.
+other. A receive that is posted early occupies a part of a GPU until its message is there, so only the next few are.
+If a message could only be sent after something that this rank has not sent yet, the rank would wait for itself as soon
+as anything it does waits for the GPU, as loading a kernel or freeing memory may. So each message comes with the number
+of messages that this rank must have sent before.
 """
 
 from __future__ import annotations

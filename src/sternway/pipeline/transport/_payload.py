@@ -34,7 +34,8 @@ class TensorSpec:
         """The description of a tensor."""
         order = None
         if not tensor.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(tensor):
-            order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim)))
+            strides = tensor.stride()
+            order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim)))
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order)
 
     @property
