@@ -53,7 +53,7 @@ class Pipeline:
         cuts: for a whole model, the names of the modules at which stages begin, or "balanced".
         sample: for a whole model, one microbatch to measure costs with; needed on the first rank only.
         sample_target: its target, to measure the loss, too.
-        memory_limit: for "auto", how many microbatches' activations a rank may keep; twice the ranks by default.
+        memory_limit: how many microbatches' activations a rank may keep; for "auto", twice the ranks by default.
         ranks: the number of ranks; the transport's by default.
         transport: ``DistTransport()`` over all processes by default.
         tied: groups of names of parameters that are one parameter: gradients are summed, values kept equal.
@@ -157,7 +157,7 @@ class Pipeline:
             stage_kwargs: keyword arguments for every stage; needed on every rank.
             loss_everywhere: return the loss on every rank.
             return_outputs: return the outputs, on the rank of the last stage.
-            record: return what every rank ran and when, as ``result.timeline``.
+            record: note what every rank runs and when, for ``result.timeline``.
             nonfinite: what to do if the gradients of any rank are not finite: "raise" on all ranks, or "skip", which
                 sets all gradients to None, so that the optimizer does nothing. All ranks wait for each other to find
                 out; ``optimizer_step`` does not.
@@ -192,9 +192,10 @@ class Pipeline:
     ) -> None:
         """Take an optimizer step without waiting for the other ranks, and set the gradients to None.
 
-        Whether the gradients of all ranks were finite, and their norm at most ``max_norm``, is known when the next step
-        begins (or ``settle`` is called). If not, the step is undone exactly, and then repeated with clipped gradients,
-        skipped, or raised. Until then, copies of the parameters and of the optimizer's state are kept.
+        Whether the gradients of all ranks were finite, and their norm at most ``max_norm``, is looked at when the next
+        step is done (or ``settle`` is called). If not, the step is undone exactly, and then repeated with clipped
+        gradients, skipped, or raised, and the next step is run again. Until then, copies of the parameters and of the
+        optimizer's state are kept.
 
         Args:
             optimizer: made from ``pipe.parameters()``.
