@@ -14,6 +14,7 @@ from models import convnet, gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from compiled import compiled as compile_ours
 from sternway import schedule
 from sternway.pipeline import GradScaler, Pipeline
 
@@ -150,10 +151,12 @@ def channels_last(rank: int, device: str) -> None:
     pipe.close()
 
 
-def compiled(rank: int, device: str, backend: str) -> None:
+def compiled(rank: int, device: str, backend: str, inner: str = "eager") -> None:
     torch._dynamo.reset()
     stages, reference = stages_of(lambda: [nn.Sequential(nn.Linear(DIM, DIM), nn.GELU()) for _ in range(2)], device)
-    module = torch.compile(stages[rank], backend=backend)
+    module = (
+        compile_ours(stages[rank], inner) if backend == "sternway" else torch.compile(stages[rank], backend=backend)
+    )
     pipe = Pipeline({rank: module}, schedule="zb-h1", n_microbatches=COUNT, loss_fn=F.mse_loss)
     for _ in range(3):
         x, target = torch.randn(8, DIM, device=device), torch.randn(8, DIM, device=device)

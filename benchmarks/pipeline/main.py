@@ -17,6 +17,7 @@ import argparse
 import functools
 import gc
 import json
+import os
 import statistics
 import sys
 import time
@@ -93,7 +94,7 @@ def case_of(arguments: argparse.Namespace, dim: int) -> Case:
         length=512 if on_gpu else 64,
         rounds=arguments.rounds,
         steps=arguments.steps,
-        torchs=tuple(name for name in TORCH if v_shaped or name not in V_SHAPED),
+        torchs=tuple(name for name in arguments.torchs.split(",") if name and (v_shaped or name not in V_SHAPED)),
         ours=tuple(arguments.ours.split(",")),
     )  # fmt: skip
 
@@ -192,6 +193,8 @@ def measure(rank: int, case: Case) -> dict[str, Any]:
         seconds[SIDE_BY_SIDE].append(timed(alone) / case.ranks)  # as many times the work
         for name, step in steps.items():
             seconds[name].append(timed(step))
+            if rank == 0:
+                sys.stderr.write(f"{name}: {1e3 * seconds[name][-1]:.1f} ms\n")  # a log of a hang says where
     gc.enable()
     seen = {name: pipe.step(x, target=target).timeline for name, pipe in pipes.items()}
     for pipe in pipes.values():
@@ -260,11 +263,13 @@ def main() -> None:
     parser.add_argument("--dims", default=None)
     parser.add_argument("--limit", type=float, default=600, help="after so many seconds, GPU ranks say where they hang")
     parser.add_argument("--ours", default=",".join(OURS))
+    parser.add_argument("--torchs", default=",".join(TORCH))
     arguments = parser.parse_args()
     dims = arguments.dims or ("2048" if arguments.device == "cuda" else "64,256,512")
     cases = [case_of(arguments, int(dim)) for dim in dims.split(",")]
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
+    os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # else torch's schedules hang when they load a kernel
     port, shared = free_port(), mps() if arguments.device == "cuda" else {}
     processes = [
         context.Process(target=run, args=(rank, port, cases, shared, arguments.limit, results))

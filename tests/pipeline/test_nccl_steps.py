@@ -93,7 +93,8 @@ def run_numbers(rank: int) -> None:
         "autocast": lambda: number_cases.autocast(rank, "cuda"),
         "a scaler": lambda: number_cases.scaler(rank, "cuda"),
         "channels last": lambda: number_cases.channels_last(rank, "cuda"),
-        "compiled, sternway": lambda: number_cases.compiled(rank, "cuda", "sternway"),
+        "compiled, sternway": lambda: number_cases.compiled(rank, "cuda", "sternway", "inductor"),
+        "compiled, inductor": lambda: number_cases.compiled(rank, "cuda", "inductor"),
     }
     for name, case in cases.items():
         with said(rank, name):

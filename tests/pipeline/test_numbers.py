@@ -28,7 +28,7 @@ def test_every_kind_of_number() -> None:
     on_ranks(2, run_all, timeout=120)
 
 
-@pytest.mark.parametrize("backend", ["sternway", "aot_eager"])
+@pytest.mark.parametrize("backend", ["sternway", "inductor"])
 def test_compiled_stages(backend: str) -> None:
     on_ranks(2, number_cases.compiled, "cpu", backend, timeout=240)
 
