@@ -2,6 +2,7 @@
 
 A rank reads the sign of the next rank only. The ranks form a ring, so the cost per rank does not grow with their
 number. After a connection was lost, a rank reads the signs of all, and waits for less time, to find out who it was.
+A connection that is seen to be closed, though nobody waits on it, is less than that: perhaps a rank left on purpose.
 
 No threads and no waiting here: ``_watch.py`` calls this, and tests call it with a clock of their own.
 """
@@ -35,6 +36,7 @@ class SignsOfLife:
     ) -> None:
         self.timeout, self.interval = timeout, min(1.0, timeout / 6)
         self.suspicious = False  # set once a connection was lost
+        self.alarmed = False  # set once a connection was seen to be closed
         self.awaited: Callable[[int], Position | None] = lambda rank: None  # what this rank waits for from another
         self._store, self._rank, self._ranks, self._clock = store, rank, ranks, clock
         self._count = 0
@@ -53,27 +55,36 @@ class SignsOfLife:
 
     def look(self, position: Position) -> LostRank | None:
         """The rank that was lost, if the signs say so. ``position`` is this rank's own."""
-        if not self.suspicious:
+        if not self.suspicious and not self.alarmed:
             return self._missing((self._rank + 1) % self._ranks, self.timeout)
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         for rank in others:
-            if (lost := self._missing(rank, min(self.timeout, max(1.0, 3 * self.interval)))) is not None:
+            self._read(rank)
+        left = any(self._seen[rank][0] == CLOSED for rank in others)  # that closes connections, too
+        limit = min(self.timeout, max(1.0, 3 * self.interval)) if self.suspicious or not left else self.timeout
+        for rank in others:
+            if (lost := self._missing(rank, limit)) is not None:
                 return lost
-        if all(rank in self._alive for rank in others):
+        if self.suspicious and all(rank in self._alive for rank in others):
             return LostRank(self._rank, "its connection to another rank was lost, though all ranks are alive", position)
         return None
 
-    def _missing(self, rank: int, limit: float) -> LostRank | None:
-        """A rank whose sign has not changed for ``limit`` seconds."""
-        key, now = f"beat/{rank}", self._clock()
+    def _read(self, rank: int) -> str:
+        """A rank's sign now."""
+        key = f"beat/{rank}"
         sign = self._store.get(key).decode() if self._store.check([key]) else ""
         if rank not in self._seen or self._seen[rank][0] != sign:
             if rank in self._asked:
                 self._alive.add(rank)
-            self._seen[rank] = sign, now
+            self._seen[rank] = sign, self._clock()
         if self.suspicious:
             self._asked.add(rank)
-        silent = now - self._seen[rank][1]
+        return sign
+
+    def _missing(self, rank: int, limit: float) -> LostRank | None:
+        """A rank whose sign has not changed for ``limit`` seconds."""
+        sign = self._read(rank)
+        silent = self._clock() - self._seen[rank][1]
         if silent <= limit or sign == CLOSED:
             return None
         position = self.awaited(rank) or (Position(**json.loads(sign)["position"]) if sign else Position())

@@ -1,9 +1,10 @@
 """Find a rank that died, was stopped or hangs, tell every other rank, and wake those that wait for it.
 
 A process that dies closes its connections: whoever waits for it wakes with an error, but does not know which rank it
-was. A process that is stopped keeps them open, and nobody wakes. So each rank has a thread that writes a sign of life
-into the store and reads those of others (``_signs.py``). Whoever finds a rank lost, or fails itself, writes that into
-the store; all others read it there and cut their own connections, which wakes their main threads.
+was. A process that is stopped keeps them open, and nobody wakes; nor does a GPU that waits. So each rank has a thread
+that writes a sign of life into the store and reads those of others (``_signs.py``), and looks whether connections were
+closed. Whoever finds a rank lost, or fails itself, writes that into the store; all others read it there, cut their own
+connections and abort their communicators, which wakes their main threads and their GPUs.
 
 One process holds the store, and that process may be the one that is lost. A second thread therefore looks at nothing
 but the clock, and notices when the first one gets no answer from the store. If the process that holds the store learns
@@ -38,6 +39,7 @@ class Watch:
         holder: the process that holds the store, in words.
         holds_store: whether that is this process.
         wake: called once when a rank is lost, to wake the main thread.
+        closed: whether a connection to another rank was closed.
 
     Attributes:
         lost: the rank that was lost, or None.
@@ -53,13 +55,15 @@ class Watch:
         holder: str,
         holds_store: bool,
         wake: Callable[[], None],
+        closed: Callable[[], bool] = lambda: False,
     ) -> None:
         self.lost: LostRank | None = None
         connection = distributed.own_connection(store, max(1.0, heartbeat_timeout))
         self._signs = SignsOfLife(PrefixStore(prefix, connection), rank, ranks, heartbeat_timeout)
         self._position: Callable[[], Position] = Position
         self._rank, self._timeout, self._interval = rank, heartbeat_timeout, self._signs.interval
-        self._holder, self._holds_store, self._wake = holder, holds_store, wake
+        self._holder, self._holds_store, self._wake, self._closed = holder, holds_store, wake, closed
+        self._stuck: Callable[[], str | None] = lambda: None
         self._told: LostRank | None = None  # this rank's own failure
         self._answered = time.monotonic()
         self._decided, self._stop, self._hurry = threading.Event(), threading.Event(), threading.Event()
@@ -79,10 +83,12 @@ class Watch:
         *,
         position: Callable[[], Position] | None = None,
         awaited: Callable[[int], Position | None] | None = None,
+        stuck: Callable[[], str | None] | None = None,
     ) -> None:
-        """Ask these functions, from a thread, where this rank is, and what it waits for from another rank."""
+        """Ask these functions, from a thread, where this rank is, what it waits for from another, and if too long."""
         self._position = position or self._position
         self._signs.awaited = awaited or self._signs.awaited
+        self._stuck = stuck or self._stuck
 
     def position(self) -> Position:
         """Where this rank is."""
@@ -142,7 +148,10 @@ class Watch:
         """The loss that was told first, whether by another rank or by this one."""
         if self._told is None and (lost := self._signs.reported()) is not None:
             return lost
+        self._signs.alarmed = self._signs.alarmed or self._closed()
         found = self._told or self._signs.look(self._position())
+        if found is None and (what := self._stuck()) is not None:
+            found = LostRank(None, what)
         return None if found is None else self._signs.report(found)
 
     def _stay(self) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sternway._torch import require
-from sternway.errors import LostRankError, PipelineError
+from sternway.errors import PipelineError
 from sternway.pipeline.faults._lost import Position
 from sternway.pipeline.transport._carrier import Carrier, GlooCarrier
 from sternway.pipeline.transport._collective import Collective
@@ -37,7 +37,7 @@ class DistTransport(Transport):
         ranks: the global ranks that form the pipeline, in its order; all by default.
         device: where the stages must be: "cpu" or "cuda", over gloo or NCCL; wherever they are by default.
         dynamic: the shapes of stages' outputs depend on the data, so they are sent every time.
-        timeout: how many seconds to wait for a message before giving up.
+        timeout: how many seconds to wait for a message, or on a GPU for a step, before giving up.
         heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to watch for none.
         watched: the global ranks whose loss ends the pipeline; its own by default.
     """
@@ -88,6 +88,7 @@ class DistTransport(Transport):
 
     def drive(self, programs: dict[int, RankProgram], schedule: Schedule, routes: Routes, training: bool) -> None:
         program, messages = programs[self.rank], self._messages
+        self._check_lost()
         messages.begin(training)
         try:
             request = next(program)
@@ -100,7 +101,11 @@ class DistTransport(Transport):
         except StopIteration:
             pass
         messages.finish()
-        if self.watch is not None and self.watch.lost is not None:  # on a GPU, garbage may have been computed since
+        self._check_lost()
+
+    def _check_lost(self) -> None:
+        """Raise if a rank was lost: no call needs to have failed since, and a GPU may have computed garbage."""
+        if self.watch is not None and self.watch.lost is not None:
             raise self.watch.lost.error(self.rank)
 
     # All ranks at once
@@ -161,7 +166,7 @@ class DistTransport(Transport):
 
     # Failure
 
-    def explain(self, error: Exception) -> LostRankError:
+    def explain(self, error: Exception) -> PipelineError:
         return self._groups.explain(error)
 
     def fail(self, error: BaseException) -> None:
@@ -170,8 +175,16 @@ class DistTransport(Transport):
         self._groups.close(failed=True)
 
     def close(self) -> None:
+        lost = self.device.type == "cuda" and self._lost_on_gpu()
         self._drop_messages()
-        self._groups.close()
+        self._groups.close(failed=lost)
+        if lost:
+            self._check_lost()
+
+    def _lost_on_gpu(self) -> bool:
+        """Let the GPU end what was posted, which the host may be ahead of; was a rank lost by then?"""
+        self._groups.attempt(torch.cuda.synchronize, self.device)
+        return self.watch is not None and self.watch.lost is not None
 
     def _drop_messages(self) -> None:
         if self._messenger is not None:

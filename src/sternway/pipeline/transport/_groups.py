@@ -9,6 +9,7 @@ their own connections cut.
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from sternway._torch import distributed
@@ -24,6 +26,9 @@ from sternway.pipeline.faults import _sockets
 from sternway.pipeline.faults._lost import LostRank
 from sternway.pipeline.faults._watch import Watch
 from sternway.pipeline.transport._collective import Collective
+from sternway.pipeline.transport._place import gpu_fault
+
+_POSTING_SECONDS = 1.0
 
 
 class ProcessGroups:
@@ -31,6 +36,7 @@ class ProcessGroups:
 
     Attributes:
         rank: this process's place among ``members``.
+        timeout: how many seconds to wait for a message.
         watch: finds lost ranks; None if there is nothing to watch.
     """
 
@@ -43,10 +49,11 @@ class ProcessGroups:
     ) -> None:
         self.members, self.rank = members, members.index(dist.get_rank())
         self.watch: Watch | None = None
-        self._timeout = timeout
+        self.timeout = timeout
         self._sockets: _sockets.Sockets = frozenset()
         self._disposable: list[Any] = []
         self._communicators: list[Any] = []
+        self._posting, self._aborted = threading.Lock(), False
         self.activations: Any = self.new(members)
         self.gradients: Any = self.new(members)
         self.control: Any = self.new(members)
@@ -54,6 +61,7 @@ class ProcessGroups:
         self._default_store = store = distributed.default_store()
         self._store_port = distributed.store_port(store)
         self.store = PrefixStore(f"sternway/{self.control.group_name}", store)
+        self._peers = _sockets.connected(self._sockets, self._store_port)
         if heartbeat_timeout and len(watched) > 1:
             self.watch = Watch(
                 store,
@@ -63,6 +71,7 @@ class ProcessGroups:
                 heartbeat_timeout,
                 *_store_holder(),
                 self.wake,
+                self._peer_closed,
             )
 
     def new(self, members: Sequence[int]) -> Any:
@@ -73,7 +82,7 @@ class ProcessGroups:
         """
         before = _sockets.opened()
         some = len(members) < dist.get_world_size()
-        timeout = timedelta(seconds=self._timeout)
+        timeout = timedelta(seconds=self.timeout)
         group = dist.new_group(list(members), timeout, "gloo", use_local_synchronization=some)
         if not some:
             self._disposable.append(group)
@@ -88,10 +97,10 @@ class ProcessGroups:
         store, before = self._default_store, _sockets.opened()
         place = store, _new_prefix(store, members), members.index(dist.get_rank()), members
         if device.type == "cuda":
-            made = self.attempt(distributed.nccl_communicator, *place, device, self._timeout)
+            made = self.attempt(distributed.nccl_communicator, *place, device, self.timeout)
             self._communicators.append(made)
         else:
-            made = self.attempt(distributed.gloo_communicator, *place, self._timeout)
+            made = self.attempt(distributed.gloo_communicator, *place, self.timeout)
             self._sockets |= _sockets.opened() - before
         return made
 
@@ -104,7 +113,7 @@ class ProcessGroups:
 
     def of_members(self, members: Sequence[int], device: torch.device) -> Collective:
         """These global ranks, for sums and copies; all of them call this."""
-        return Collective(self._communicator(members, device), len(members))
+        return Collective(self._communicator(members, device), len(members), self._start)
 
     def attempt(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call something that needs the other ranks. If a connection is lost, say which rank was."""
@@ -113,15 +122,50 @@ class ProcessGroups:
         except RuntimeError as error:
             raise self.explain(error) from None
 
-    def explain(self, error: Exception) -> LostRankError:
-        """The error to raise after a connection was lost."""
+    def explain(self, error: Exception) -> PipelineError:
+        """The error to raise after a connection was lost, or after this rank's own GPU failed."""
+        if (fault := gpu_fault()) is not None:
+            return PipelineError(
+                f"the GPU of rank {self.rank} failed",
+                got=fault,
+                fix="start this process again; CUDA_LAUNCH_BLOCKING=1 shows which operation failed",
+            )
         lost = self.watch.cause() if self.watch is not None else LostRank(None, str(error))
         return lost.error(self.rank)
 
+    def _peer_closed(self) -> bool:
+        return _sockets.any_closed(self._peers)
+
     def wake(self) -> None:
-        """Cut the connections of all groups, so that threads that wait on them wake up."""
+        """Cut the connections of all groups and abort all communicators, so that threads and GPUs that wait wake up.
+
+        What a GPU computes after that is garbage. So whoever waits for a GPU must look at ``watch.lost`` afterwards.
+        """
         _sockets.cut(self._sockets, self._store_port)
+        self._abort()
+
+    def _abort(self) -> None:
+        # NCCL frees what a call that is under way may still use. Only one that hangs is not waited for.
+        free = self._posting.acquire(timeout=_POSTING_SECONDS)
+        try:
+            self._aborted = True
+        finally:
+            if free:
+                self._posting.release()
         distributed.abort_communicators(self._communicators)
+
+    def post(self, communicator: Any, tensors: Sequence[Tensor], peer: int, *, is_send: bool) -> distributed.StreamWork:
+        """Start to send or to receive over a communicator (``distributed.post_message``)."""
+        call = distributed.post_message
+        work: distributed.StreamWork = self.attempt(self._start, call, communicator, tensors, peer, is_send=is_send)
+        return work
+
+    def _start(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Start an operation on a communicator, unless they were aborted."""
+        with self._posting:
+            if self._aborted:
+                raise RuntimeError("the communicators were aborted")
+            return call(*arguments, **options)
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks of this rank's error, unless it is about the loss of another."""
@@ -133,7 +177,7 @@ class ProcessGroups:
         if self.watch is not None:
             self.watch.stop()
         if failed:
-            distributed.abort_communicators(self._communicators)
+            self._abort()
             groups = (self.activations, self.gradients, self.control, *self._disposable)
             self._disposable = list({id(group): group for group in groups}.values())
             del groups
