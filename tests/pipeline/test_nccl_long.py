@@ -44,9 +44,11 @@ def run_many_steps(rank: int, ranks: int) -> None:
     optimizer = torch.optim.SGD(pipe.parameters(), 1e-3)
     allocated = {}
     for step in range(1, 201):
-        pipe.step(*batch(2 * ranks)[:1], target=torch.zeros(2 * ranks, 8, DIM, device="cuda"), record=step % 2 == 0)
+        x, target = batch(2 * ranks)
+        pipe.step(x, target=target, record=step % 2 == 0)
         optimizer.step()
         optimizer.zero_grad()
+        del x, target
         if step in (20, 200):
             torch.cuda.synchronize()
             allocated[step] = torch.cuda.memory_allocated()

@@ -1,7 +1,6 @@
 """Real NCCL between small GPUs of which one dies, is stopped, raises or fails: every other rank says so in time.
 
-The processes that are left build a new pipeline each time, in ``workers.py``. No outcome depends on chance: the kills of
-the last test are drawn once.
+The processes that are left build a new pipeline each time (``workers.py``). The random kills are the same in every run.
 """
 
 from __future__ import annotations
