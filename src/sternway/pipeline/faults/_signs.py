@@ -61,13 +61,19 @@ class SignsOfLife:
         for rank in others:
             self._read(rank)
         left = any(self._seen[rank][0] == CLOSED for rank in others)  # that closes connections, too
-        limit = min(self.timeout, max(1.0, 3 * self.interval)) if self.suspicious or not left else self.timeout
         for rank in others:
-            if (lost := self._missing(rank, limit)) is not None:
+            if (lost := self._missing(rank, self._limit(rank, left))) is not None:
                 return lost
         if self.suspicious and all(rank in self._alive for rank in others):
             return LostRank(self._rank, "its connection to another rank was lost, though all ranks are alive", position)
         return None
+
+    def _limit(self, rank: int, left: bool) -> float:
+        """How long a rank may be silent after a connection was closed. Whoever waits for it knows best where it was."""
+        if left and not self.suspicious:
+            return self.timeout
+        patience = 3 if self.suspicious or self.awaited(rank) is not None else 5
+        return min(self.timeout, max(1.0, patience * self.interval))
 
     def _read(self, rank: int) -> str:
         """A rank's sign now."""
@@ -87,8 +93,10 @@ class SignsOfLife:
         silent = self._clock() - self._seen[rank][1]
         if silent <= limit or sign == CLOSED:
             return None
-        position = self.awaited(rank) or (Position(**json.loads(sign)["position"]) if sign else Position())
-        return LostRank(rank, f"no sign of life for {silent:.1f} s: it died, was stopped, or hangs", position)
+        what = f"no sign of life for {silent:.1f} s: it died, was stopped, or hangs"
+        if (awaited := self.awaited(rank)) is not None:
+            return LostRank(rank, what, awaited)
+        return LostRank(rank, what, Position(**json.loads(sign)["position"]) if sign else Position(), exact=False)
 
     # What the ranks tell each other about a loss
 
