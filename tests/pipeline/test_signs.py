@@ -164,6 +164,21 @@ def test_a_connection_that_a_rank_closed_on_purpose_changes_nothing(ranks: list[
     assert ranks[0].look(HERE).rank == 1
 
 
+def test_a_process_that_ended_without_closing_is_lost_when_it_is_needed(ranks: list[SignsOfLife], clock: Clock) -> None:
+    ended = LostRank(2, "its process ended without closing the pipeline", Position(4, 2, "2F2"))
+    ranks[2].write(Position(4, 2, "2F2"), ended=True)
+    ranks[0].alarmed = True
+    for _ in range(3):
+        ranks[1].write(HERE)
+        assert ranks[0].look(HERE) is None  # nothing waits for it: the others may be done as well
+        clock.now += 3
+    ranks[1].write(HERE)
+    assert ranks[0].look(HERE, waits=4.5) is None
+    assert ranks[0].look(HERE, waits=5.5) == ended
+    ranks[1].suspicious = True  # on the CPU, a lost connection is enough
+    assert ranks[1].look(HERE) == ended
+
+
 def test_the_other_end_of_a_connection_is_seen_to_close() -> None:
     before = _sockets.opened()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch.distributed as dist
 
 from sternway.pipeline.faults._stream_watch import StreamWatch
+from sternway.pipeline.faults._watch import Watch
 
 LIMIT = 60.0  # only ends a test that hangs
 
@@ -37,7 +39,7 @@ def clock() -> Clock:
 
 
 def test_the_step_that_the_host_posts_counts(clock: Clock) -> None:
-    watch = StreamWatch(clock)
+    watch = StreamWatch(pytest.fail, clock)
     assert watch.waits() == 0
     watch.begin()
     clock.now += 5
@@ -48,7 +50,7 @@ def test_the_step_that_the_host_posts_counts(clock: Clock) -> None:
 
 
 def test_a_step_begins_when_the_one_before_has_ended(clock: Clock) -> None:
-    watch, first, second = StreamWatch(clock), End(), End()
+    watch, first, second = StreamWatch(pytest.fail, clock), End(), End()
     for end in (first, second):  # the host is two steps ahead
         watch.begin()
         watch.end(end)
@@ -66,10 +68,23 @@ def test_a_step_begins_when_the_one_before_has_ended(clock: Clock) -> None:
     assert watch.waits() == 0
 
 
-def test_a_gpu_that_fails_ends_the_thread(clock: Clock) -> None:
-    watch, end = StreamWatch(clock), End("device-side assert triggered")
+def test_a_gpu_that_fails_is_told_of(clock: Clock) -> None:
+    told: list[str] = []
+    watch, end = StreamWatch(told.append, clock), End("device-side assert triggered\nmore about it")
     watch.end(end)
     end.come.set()
     watch._thread.join(LIMIT)
     assert not watch._thread.is_alive()
+    assert told == ["device-side assert triggered"]
     assert watch.waits() == 0
+
+
+def test_the_watch_over_the_ranks_gives_up_after_a_while() -> None:
+    woken = threading.Event()
+    watch = Watch(dist.HashStore(), "here", 0, 2, 600, 30, "global rank 0", True, woken.set)
+    watch.follow(waits=lambda: 29.0)
+    assert watch.lost is None
+    watch.follow(waits=lambda: 31.0)
+    assert woken.wait(LIMIT)
+    assert watch.lost.what == "the GPU of rank 0 has been in one step for 31 s, though all ranks are alive"
+    watch.stop()

@@ -1,7 +1,8 @@
-"""Notice a GPU that waits for too long.
+"""Notice a GPU that waits for too long, or that fails.
 
 The host does not wait for messages between GPUs, so no call of it can time out, and a rank that hangs but lives is not
 missed. Instead, a thread waits for the end of one step after the other on the GPU: ``waits`` says for how long by now.
+If the GPU fails, the thread sees that whatever the host is doing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Protocol
 
 
@@ -25,11 +25,12 @@ class StreamWatch:
     """Waits for the ends of steps on a GPU, in a thread of its own, until ``stop``.
 
     Args:
+        failed: called in the thread if the GPU fails, with the first line of the error.
         clock: the time in seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, failed: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._failed, self._clock = failed, clock
         self._posting: float | None = None  # since when the host is in a step
         self._running: float | None = None  # since when the GPU is in the step that the thread waits for
         self._ends: queue.SimpleQueue[tuple[float, StepEnd] | None] = queue.SimpleQueue()
@@ -60,10 +61,13 @@ class StreamWatch:
 
     def _follow(self) -> None:
         last = float("-inf")  # a step does not begin before the last one has ended
-        with suppress(RuntimeError):  # a GPU that failed; the rank's own thread sees that as well
-            while (item := self._ends.get()) is not None:
-                began, end = item
-                self._running = max(began, last)
+        while (item := self._ends.get()) is not None:
+            began, end = item
+            self._running = max(began, last)
+            try:
                 end.synchronize()
-                last, self._running = self._clock(), None
-        self._running = None
+            except RuntimeError as error:
+                self._running = None
+                self._failed(str(error).partition("\n")[0])
+                return
+            last, self._running = self._clock(), None

@@ -36,6 +36,7 @@ class Watch:
         rank: this rank.
         ranks: how many there are.
         heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost.
+        step_timeout: so is one whose GPU is in one step for so many seconds.
         holder: the process that holds the store, in words.
         holds_store: whether that is this process.
         wake: called once when a rank is lost, to wake the main thread.
@@ -52,6 +53,7 @@ class Watch:
         rank: int,
         ranks: int,
         heartbeat_timeout: float,
+        step_timeout: float,
         holder: str,
         holds_store: bool,
         wake: Callable[[], None],
@@ -63,7 +65,8 @@ class Watch:
         self._position: Callable[[], Position] = Position
         self._rank, self._timeout, self._interval = rank, heartbeat_timeout, self._signs.interval
         self._holder, self._holds_store, self._wake, self._closed = holder, holds_store, wake, closed
-        self._stuck: Callable[[], str | None] = lambda: None
+        self._step_timeout, self._ended = step_timeout, False
+        self._waits: Callable[[], float] = lambda: 0.0
         self._told: LostRank | None = None  # this rank's own failure
         self._answered = time.monotonic()
         self._decided, self._stop, self._hurry = threading.Event(), threading.Event(), threading.Event()
@@ -74,7 +77,7 @@ class Watch:
         ]
         for thread in self._threads:
             thread.start()
-        atexit.register(self.stop)  # a thread inside the store's code when Python ends would crash the process
+        atexit.register(self._exit)  # a thread inside the store's code when Python ends would crash the process
 
     # For the rank's own thread
 
@@ -83,12 +86,18 @@ class Watch:
         *,
         position: Callable[[], Position] | None = None,
         awaited: Callable[[int], Position | None] | None = None,
-        stuck: Callable[[], str | None] | None = None,
+        waits: Callable[[], float] | None = None,
     ) -> None:
-        """Ask these functions, from a thread, where this rank is, what it waits for from another, and if too long."""
+        """Ask these functions, from a thread.
+
+        Args:
+            position: where this rank is.
+            awaited: what it waits for from another rank.
+            waits: for how many seconds its GPU has been in one step.
+        """
         self._position = position or self._position
         self._signs.awaited = awaited or self._signs.awaited
-        self._stuck = stuck or self._stuck
+        self._waits = waits or self._waits
 
     def position(self) -> Position:
         """Where this rank is."""
@@ -113,12 +122,17 @@ class Watch:
 
     def stop(self) -> None:
         """Leave on purpose: no rank counts this one as lost."""
-        atexit.unregister(self.stop)
+        atexit.unregister(self._exit)
         self._stop.set()
         self._hurry.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=3 * self._interval + 2)
+
+    def _exit(self) -> None:
+        """The process ends, and nobody closed the pipeline."""
+        self._ended = True
+        self.stop()
 
     # The threads
 
@@ -136,7 +150,10 @@ class Watch:
             self._hurry.clear()
         with suppress(RuntimeError):  # there may be no store any more
             self._stay()
-            self._signs.write_closed()
+            if self._ended:
+                self._signs.write(self._position(), ended=True)
+            else:
+                self._signs.write_closed()
 
     def _once(self) -> None:
         self._signs.write(self._position())
@@ -149,8 +166,10 @@ class Watch:
         if self._told is None and (lost := self._signs.reported()) is not None:
             return lost
         self._signs.alarmed = self._signs.alarmed or self._closed()
-        found = self._told or self._signs.look(self._position())
-        if found is None and (what := self._stuck()) is not None:
+        waits = self._waits()
+        found = self._told or self._signs.look(self._position(), waits)
+        if found is None and waits > self._step_timeout:
+            what = f"the GPU of rank {self._rank} has been in one step for {waits:.0f} s, though all ranks are alive"
             found = LostRank(None, what)
         return None if found is None else self._signs.report(found)
 

@@ -36,7 +36,6 @@ class ProcessGroups:
 
     Attributes:
         rank: this process's place among ``members``.
-        timeout: how many seconds to wait for a message.
         watch: finds lost ranks; None if there is nothing to watch.
     """
 
@@ -49,7 +48,7 @@ class ProcessGroups:
     ) -> None:
         self.members, self.rank = members, members.index(dist.get_rank())
         self.watch: Watch | None = None
-        self.timeout = timeout
+        self._timeout = timeout
         self._sockets: _sockets.Sockets = frozenset()
         self._disposable: list[Any] = []
         self._communicators: list[Any] = []
@@ -69,6 +68,7 @@ class ProcessGroups:
                 list(watched).index(dist.get_rank()),
                 len(watched),
                 heartbeat_timeout,
+                timeout,
                 *_store_holder(),
                 self.wake,
                 self._peer_closed,
@@ -82,7 +82,7 @@ class ProcessGroups:
         """
         before = _sockets.opened()
         some = len(members) < dist.get_world_size()
-        timeout = timedelta(seconds=self.timeout)
+        timeout = timedelta(seconds=self._timeout)
         group = dist.new_group(list(members), timeout, "gloo", use_local_synchronization=some)
         if not some:
             self._disposable.append(group)
@@ -97,10 +97,10 @@ class ProcessGroups:
         store, before = self._default_store, _sockets.opened()
         place = store, _new_prefix(store, members), members.index(dist.get_rank()), members
         if device.type == "cuda":
-            made = self.attempt(distributed.nccl_communicator, *place, device, self.timeout)
+            made = self.attempt(distributed.nccl_communicator, *place, device, self._timeout)
             self._communicators.append(made)
         else:
-            made = self.attempt(distributed.gloo_communicator, *place, self.timeout)
+            made = self.attempt(distributed.gloo_communicator, *place, self._timeout)
             self._sockets |= _sockets.opened() - before
         return made
 

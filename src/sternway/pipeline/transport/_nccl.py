@@ -48,15 +48,13 @@ class NcclCarrier(Carrier):
         self._open: dict[RankEdge, Any] = {}
         self._sending: dict[RankEdge, deque[tuple[StreamWork, list[Tensor]]]] = {}  # and the tensors they read
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
-        self._watch = StreamWatch()
+        self._watch = StreamWatch(self._failed)
         if groups.watch is not None:
-            groups.watch.follow(stuck=self._stuck)
+            groups.watch.follow(waits=self._watch.waits)
 
-    def _stuck(self) -> str | None:
-        waits = self._watch.waits()
-        if waits <= self._groups.timeout:
-            return None
-        return f"the GPU of rank {self._groups.rank} has been in one step for {waits:.0f} s, though all ranks are alive"
+    def _failed(self, error: str) -> None:
+        if self._groups.watch is not None:
+            self._groups.watch.tell(f"its GPU failed: {error}")
 
     def connect(self, schedule: Schedule, routes: Routes) -> None:
         for edge in edges_of(schedule, routes):
