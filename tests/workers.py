@@ -7,6 +7,7 @@ left destroy the group and build a new one, with a new process in the place of t
 from __future__ import annotations
 
 import copy
+import faulthandler
 import gc
 import os
 import signal
@@ -135,7 +136,9 @@ class Workers:
         for rank, (process, connection) in enumerate(self._workers):
             if rank in silent:
                 continue
-            assert connection.poll(max(0.0, end - time.monotonic())), f"rank {rank} hangs after {ending}"
+            if not connection.poll(max(0.0, end - time.monotonic())):
+                self._show_threads()
+                raise AssertionError(f"rank {rank} hangs after {ending}; others told {found}")
             try:
                 found[rank] = connection.recv()
             except EOFError:
@@ -145,6 +148,13 @@ class Workers:
             self._kill(ending.rank)
             self._workers[ending.rank] = self._start()
         return found
+
+    def _show_threads(self) -> None:
+        """Have every process write where its threads are."""
+        for process, _ in self._workers:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(0.5)
 
     def _kill(self, rank: int) -> None:
         process, connection = self._workers[rank]
@@ -164,15 +174,16 @@ class Workers:
 
 
 def _work(connection: Any, when: Any, device: str, init: Init) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     while True:
         try:
             life = connection.recv()
         except EOFError:
             return
         told = _live(life, when, device, init)
-        sys.stderr.write(
-            f"[rank {life.rank}] {life.ending}: {told.error} after {told.late:.1f} s, {told.steps} steps\n"
-        )
+        text = told.text if told.steps < life.ending.step else told.text.partition("\n")[0]
+        what = f"{told.error} after {told.late:.1f} s and {told.steps} steps: {text}"
+        sys.stderr.write(f"[rank {life.rank} of {life.ending}] {what}\n")
         sys.stderr.flush()
         connection.send(told)
 

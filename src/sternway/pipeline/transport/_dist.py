@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sternway._torch import require
-from sternway.errors import PipelineError
+from sternway.errors import LostRankError, PipelineError
 from sternway.pipeline.faults._lost import Position
 from sternway.pipeline.transport._carrier import Carrier, GlooCarrier
 from sternway.pipeline.transport._collective import Collective
@@ -79,7 +79,11 @@ class DistTransport(Transport):
         self._messenger = Messenger(self._groups, self._carrier, host, self._dynamic)
 
     def connect(self, schedule: Schedule, routes: Routes) -> None:
-        self._messages.connect(schedule, routes)
+        try:
+            self._messages.connect(schedule, routes)
+        except LostRankError as error:
+            self.fail(error)
+            raise
 
     @property
     def _messages(self) -> Messenger:

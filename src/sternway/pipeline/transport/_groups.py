@@ -29,6 +29,7 @@ from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._place import gpu_fault
 
 _POSTING_SECONDS = 1.0
+_LOOK_SECONDS = 0.05
 
 
 class ProcessGroups:
@@ -97,7 +98,7 @@ class ProcessGroups:
         store, before = self._default_store, _sockets.opened()
         place = store, _new_prefix(store, members), members.index(dist.get_rank()), members
         if device.type == "cuda":
-            made = self.attempt(distributed.nccl_communicator, *place, device, self._timeout)
+            made = self._unless_lost(distributed.nccl_communicator, *place, device, self._timeout)
             self._communicators.append(made)
         else:
             made = self.attempt(distributed.gloo_communicator, *place, self._timeout)
@@ -121,6 +122,30 @@ class ProcessGroups:
             return call(*arguments, **options)
         except RuntimeError as error:
             raise self.explain(error) from None
+
+    def _unless_lost(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call something that waits for other ranks, and that nothing can wake.
+
+        A thread does it. If a rank is lost meanwhile, the thread is left to itself.
+        """
+        found: list[Any] = []
+        errors: list[Exception] = []
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                found.append(call(*arguments))
+            except Exception as error:
+                errors.append(error)
+            done.set()
+
+        threading.Thread(target=run, name="sternway-connect", daemon=True).start()
+        while not done.wait(_LOOK_SECONDS):
+            if self.watch is not None and self.watch.lost is not None:
+                raise self.watch.lost.error(self.rank)
+        if errors:
+            raise self.explain(errors[0]) from errors[0]
+        return found[0]
 
     def explain(self, error: Exception) -> PipelineError:
         """The error to raise after a connection was lost, or after this rank's own GPU failed."""
