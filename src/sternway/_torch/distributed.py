@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import io
 import os
@@ -99,6 +100,7 @@ def _agent_holds_store() -> bool:
 
 ABORT_SECONDS = 4.0
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_MOST_GROUPS, _NOT_IN_A_GROUP = 8, 5  # 5 is ncclInvalidUsage
 
 
 def has_nccl() -> bool:
@@ -176,9 +178,30 @@ def post_message(communicator: Any, tensors: Sequence[Tensor], peer: int, *, is_
                 communicator.send([tensor], peer, 0)
             else:
                 communicator.recv([tensor], peer, 0)
-    finally:
-        work = communicator._end_coalescing()
-    return StreamWork(work)
+        return StreamWork(communicator._end_coalescing())
+    except RuntimeError:
+        _leave_groups(communicator)
+        raise
+
+
+def _leave_groups(communicator: Any) -> None:
+    """Leave NCCL's groups of calls, after one of ``post_message`` failed.
+
+    NCCL and torch count, for each thread, how many groups are open, and a call that fails leaves some open: NCCL's when
+    a send fails, torch's when the end of a group does. Whatever this thread then does with NCCL would never be done, or
+    fail, also in a process group that has nothing to do with this one.
+    """
+    try:
+        nccl = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # the one that torch has loaded
+    except OSError:
+        return
+    for _ in range(_MOST_GROUPS):
+        if nccl.ncclGroupEnd() == _NOT_IN_A_GROUP:
+            break
+    communicator._start_coalescing()
+    nccl.ncclGroupStart()  # so that torch can leave a group more than it enters
+    communicator._end_coalescing()
+    communicator._end_coalescing()
 
 
 def start_sum(communicator: Any, tensor: Tensor) -> Any:
