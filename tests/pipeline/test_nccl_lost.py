@@ -34,8 +34,10 @@ def check(told: dict[int, Told], ending: Ending) -> None:
         if ending.rank == 0 and ending.way.startswith("SIG"):
             assert "which global rank 0 h" in each.text  # held, or holds: the store
         else:
-            where = {"raise": f" during step {ending.step}", "gpu": ""}.get(ending.way, "; its last sign of life was")
-            assert f"rank {ending.rank} was lost{where}" in each.text
+            lost, during = f"rank {ending.rank} was lost", f" during step {ending.step}"
+            silent = (f"{lost}{during}", f"{lost}; its last sign of life was")  # who waits on the host knows more
+            said = {"raise": (f"{lost}{during}",), "gpu": (lost,)}.get(ending.way, silent)
+            assert any(each.text.startswith(words) for words in said), each.text
             assert {"raise": "no luck", "gpu": "CUDA error: device-side assert"}.get(ending.way, "") in each.text
         assert each.late < HEARTBEAT_TIMEOUT + SPARE
         assert each.steps in (ending.step, ending.step + 1)  # a rank may be through when another ends in its backward
