@@ -7,7 +7,7 @@
 Every process runs this same file. Each keeps its part of the model, and gets the whole batch; only the first needs the
 inputs and only the last the targets. With --checkpoint it saves as it goes, and goes on from there when it is started
 again: by you, or by torchrun after a process was lost (the variable keeps one life's addresses from the next:
-docs/survive.md).
+docs/survive.md). It uses GPUs if this machine has one for each process, and CPUs otherwise.
 """
 
 import argparse
@@ -42,12 +42,17 @@ def main() -> None:
     arguments = parser.parse_args()
     schedule = arguments.schedule or ("zb-h1" if arguments.checkpoint else "auto")
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    dist.init_process_group("gloo")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # processes on this machine
+    device = torch.device("cpu")
+    if torch.cuda.device_count() >= here:  # NCCL takes one process on each GPU
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // here))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     torch.manual_seed(0)  # the same weights and the same batches on every rank
     data = batches(standard_library(), rows=2 * arguments.microbatches, length=64)
-    x, target = next(data)
-    model = GPT(vocabulary=256, dim=arguments.dim, heads=4, layers=8, length=64)
+    x, target = (tensor.to(device) for tensor in next(data))
+    model = GPT(vocabulary=256, dim=arguments.dim, heads=4, layers=8, length=64).to(device)
 
     pipe = Pipeline(
         model,
@@ -62,10 +67,12 @@ def main() -> None:
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     found = pipe.resume(arguments.checkpoint, optimizer) if arguments.checkpoint else None
     first = found.step if found is not None else 0
+    if dist.get_rank() == 0:
+        print(f"ranks: {dist.get_world_size()}, on {device.type}", flush=True)
     if found is not None and dist.get_rank() == 0:
         print(f"going on from {found.path}", flush=True)
     for step, (x, target) in enumerate(islice(data, first, arguments.steps), start=first):
-        result = pipe.step(x, target=target, loss_everywhere=True)
+        result = pipe.step(x.to(device), target=target.to(device), loss_everywhere=True)
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()

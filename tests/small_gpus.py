@@ -21,16 +21,10 @@ import torch
 import torch.distributed as dist
 
 from gloo import on_ranks
+from sternway.demo import SHARED_GPU
 
 Init = Literal["eager", "lazy", "both", "torchrun"]
 """How torch.distributed is initialized: "nccl" with a device or without, gloo and NCCL, or not at all."""
-
-NCCL = {  # sockets alone: what goes through shared memory finds out that there is one host
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-}
 
 
 def on_small_gpus(
@@ -48,7 +42,7 @@ def become_small_gpu(
     rank: int, world: int, port: int, init: Init, shared: dict[str, str], timeout: float = 150
 ) -> None:
     """Become one of ``world`` small GPUs. Call it before anything of CUDA."""
-    os.environ.update(NCCL, NCCL_HOSTID=f"small-gpu-{rank}", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(SHARED_GPU, NCCL_HOSTID=f"small-gpu-{rank}", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
     if shared:
         os.environ.update(shared, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=str(100 // world))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,9 +68,29 @@ def test_doctor_names_what_is_there_and_what_is_missing(monkeypatch: pytest.Monk
         "needed": False,
     }
     assert not found["browser"]["found"]
+    assert found["ranks of a pipeline"]["found"].endswith(f"{os.cpu_count()} on the CPU, one for each core, over gloo")
     text = _run("doctor")
     assert "missing" in text
     assert "chromium" in text
+
+
+@pytest.mark.parametrize(
+    ("gpus", "backends", "words"),
+    [
+        (0, ["gloo"], "CORES on the CPU, one for each core, over gloo"),
+        (4, ["gloo", "nccl"], "4 on GPUs, one each, over NCCL; CORES on the CPU, one for each core, over gloo"),
+        (1, ["gloo"], "none on GPUs, as this torch has no NCCL; CORES on the CPU, one for each core, over gloo"),
+        (4, ["nccl"], ""),
+    ],
+)
+def test_doctor_says_how_many_ranks_a_pipeline_may_have(
+    gpus: int, backends: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(_doctor, "_backends", lambda: backends)
+    found = {finding.what: finding.found for finding in _doctor.examine()}
+    assert found["ranks of a pipeline"] == words.replace("CORES", str(os.cpu_count()))
 
 
 def test_doctor_fails_on_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:

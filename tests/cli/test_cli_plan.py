@@ -34,11 +34,11 @@ def test_the_comparison():
         "│ zb-h1            │      10.00% │       10 │           2 │       0.00% │ yes  │\n"
         "│ search           │      10.00% │       10 │           2 │       0.00% │ yes  │\n"
         "│ 1f1b             │      25.00% │       12 │           2 │      20.00% │ yes  │\n"
-        "│ zb-h2            │       0.00% │       10 │           3 │     -10.00% │ no   │\n"
-        "│ interleaved-zb   │       5.26% │      9.5 │         2.5 │       0.00% │ no   │\n"
-        "│ interleaved-1f1b │      14.29% │     10.5 │           3 │      10.53% │ no   │\n"
-        "│ looped-bfs       │      14.29% │     10.5 │           3 │      10.53% │ no   │\n"
-        "│ gpipe            │      25.00% │       12 │           3 │      20.00% │ no   │\n"
+        "│ zb-h2            │       0.00% │       10 │           3 │             │ no   │\n"
+        "│ interleaved-zb   │       5.26% │      9.5 │         2.5 │             │ no   │\n"
+        "│ interleaved-1f1b │      14.29% │     10.5 │           3 │             │ no   │\n"
+        "│ looped-bfs       │      14.29% │     10.5 │           3 │             │ no   │\n"
+        "│ gpipe            │      25.00% │       12 │           3 │             │ no   │\n"
         "└──────────────────┴─────────────┴──────────┴─────────────┴─────────────┴──────┘\n"
         "dualpipe-v: dualpipe-v needs at least two microbatches per rank, 4 for 2 ranks; got 3. "
         "Fix: use 4 or more, or zb-v, which takes any number\n"
@@ -56,8 +56,13 @@ def test_the_comparison_as_json_and_files(tmp_path):
     told = json.loads(result.stdout)
     expected = schedule.compare(Costs(F=2, W=0.5), ranks=2, microbatches=3, memory_limit=3)
     assert (told["ok"], told["best"], told["memory_limit"]) == (True, expected.best.name, 3)
-    fields = ("name", "bubble_rate", "makespan", "peak_memory", "gap", "fits")
-    assert told["rows"] == [{field: getattr(row, field) for field in fields} for row in expected.rows]
+    fields = ("name", "bubble_rate", "makespan", "peak_memory", "fits")
+    assert told["rows"] == [
+        {field: getattr(row, field) for field in fields} | {"gap": row.gap if row.fits else None}
+        for row in expected.rows
+    ]
+    below = run("--ranks", 2, "--microbatches", 3, "--memory", 1, "--json")  # the bound of schedules that fit
+    assert {row["gap"] for row in json.loads(below.stdout)["rows"] if not row["fits"]} == {None}
     assert told["unmade"] == dict(expected.unmade)
     assert list(told["unmade"]) == ["dualpipe-v"]
     best = expected.best.schedule

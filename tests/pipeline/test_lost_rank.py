@@ -6,6 +6,7 @@ for a machine under load.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -50,6 +51,9 @@ class Fatal(nn.Module):
             raise ValueError("no luck")
         elif self.way == "exit":
             os._exit(0)
+        elif self.way == "leave":
+            atexit._run_exitfuncs()  # as after an exception that is not the pipeline's
+            os._exit(1)
         elif self.way == "cut":
             self.transport[0]._groups.wake()
 
@@ -85,6 +89,7 @@ def _rank(rank: int, ranks: int, port: int, victim: int, way: str, backward: boo
         (3, 1, "SIGSTOP", True),
         (2, 1, "raise", True),
         (2, 1, "exit", False),
+        (2, 1, "leave", False),
         (2, 0, "cut", False),
         (2, 0, "SIGKILL", False),  # and with it the store
         (2, 0, "SIGSTOP", False),
@@ -126,6 +131,8 @@ def test_every_other_rank_says_which(ranks: int, victim: int, way: str, backward
             assert f"rank {victim} was lost during step 1 (stage {victim}, at {victim}" in text
         if way == "raise":
             assert "ValueError: no luck" in text
+        if way == "leave":
+            assert "its process ended without closing the pipeline" in text
         report = json.loads(Path(note.split(": ", 1)[1]).read_text())
         assert report["rank"] == rank
         assert report["error"] == f"{kind}: {text}"

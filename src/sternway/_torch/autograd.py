@@ -94,6 +94,7 @@ def _accumulate_grad() -> bool:
     "torch._C._current_graph_task_id, torch._C._will_engine_execute_node",
     expected="tell which backward runs and where it will come to",
     features=("hooks", "state"),
+    hooks=1,
 )
 def _graph_task() -> bool:
     x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
@@ -111,6 +112,7 @@ def _graph_task() -> bool:
     "torch.autograd.Variable._execution_engine.queue_callback",
     expected="calls a function at the end of a backward, and drops it if that fails",
     features=("hooks",),
+    hooks=4,
 )
 def _end_of_backward() -> bool:
     x = torch.ones(1, requires_grad=True)

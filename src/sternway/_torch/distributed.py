@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import io
+import os
 import pickle
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -95,6 +98,10 @@ def _agent_holds_store() -> bool:
 
 # Communicators that are no process groups of torch's, for the pipeline
 
+ABORT_SECONDS = 4.0
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_MOST_GROUPS, _NOT_IN_A_GROUP = 8, 5  # 5 is ncclInvalidUsage
+
 
 def has_nccl() -> bool:
     """Whether this torch can send between GPUs, and there is one."""
@@ -109,22 +116,46 @@ def nccl_communicator(
     ``new_group`` would do more: it enters the group into a registry, and if the default group has a device, it splits
     the default group's communicator, which needs every process.
 
+    Nobody but its owner watches over it. By default torch starts two threads for each communicator, which end the whole
+    process when another one dies. If waits block the host, as they do here, torch leaves that to whoever waits, and
+    starts no thread. Nothing here waits so: see ``StreamWork``.
+
     Args:
         store: where the processes find each other.
         name: the same on all of them, and never used before.
         rank: the place of this process among ``members``.
         members: the global ranks.
         device: the GPU of this process.
-        timeout: after so many seconds without an end of an operation, torch ends the process.
+        timeout: how many seconds an abort may take.
     """
     kind: Any = dist.ProcessGroupNCCL
     options = kind.Options()
     options._timeout = timedelta(seconds=timeout)
     options.group_name = name
     options.global_ranks_in_group = list(members)
-    made = kind(dist.distributed_c10d.PrefixStore(name, store), rank, len(members), options)
+    before = os.environ.get(_BLOCKING_WAIT, "0")
+    os.environ[_BLOCKING_WAIT] = "1"  # read when it is made
+    try:
+        made = kind(dist.distributed_c10d.PrefixStore(name, store), rank, len(members), options)
+    finally:
+        os.environ[_BLOCKING_WAIT] = before  # not removed: another thread may read the environment at this moment
     made.eager_connect_single_device(device)
     return made
+
+
+class StreamWork:
+    """An operation between GPUs."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        """Make the current stream wait for the operation, and not the host."""
+        self._work.block_current_stream()
+
+    def is_completed(self) -> bool:
+        """Whether it is over; does not wait."""
+        return bool(self._work.is_completed())
 
 
 def gloo_communicator(store: Any, name: str, rank: int, members: Sequence[int], timeout: float) -> Any:
@@ -134,12 +165,11 @@ def gloo_communicator(store: Any, name: str, rank: int, members: Sequence[int], 
     return kind(prefixed, rank, len(members), timedelta(seconds=timeout))
 
 
-def post_message(communicator: Any, tensors: Sequence[Tensor], peer: int, *, is_send: bool) -> Any:
+def post_message(communicator: Any, tensors: Sequence[Tensor], peer: int, *, is_send: bool) -> StreamWork:
     """Start to send tensors to a process of a communicator, or to receive them, as one operation; returns the work.
 
-    The operation waits for the current stream. ``work.wait()`` makes the current stream wait for the operation, and
-    ``work.is_completed()`` says whether it is over; neither blocks the host. One operation of several tensors costs
-    one kernel, and unlike single sends it is not what torch warns about.
+    The operation waits for the current stream. One operation of several tensors costs one kernel, and unlike single
+    sends it is not what torch warns about.
     """
     communicator._start_coalescing()
     try:
@@ -148,36 +178,63 @@ def post_message(communicator: Any, tensors: Sequence[Tensor], peer: int, *, is_
                 communicator.send([tensor], peer, 0)
             else:
                 communicator.recv([tensor], peer, 0)
-    finally:
-        work = communicator._end_coalescing()
-    return work
+        return StreamWork(communicator._end_coalescing())
+    except RuntimeError:
+        _leave_groups(communicator)
+        raise
+
+
+def _leave_groups(communicator: Any) -> None:
+    """Leave NCCL's groups of calls, after one of ``post_message`` failed.
+
+    NCCL and torch count, for each thread, how many groups are open, and a call that fails leaves some open: NCCL's when
+    a send fails, torch's when the end of a group does. Whatever this thread then does with NCCL would never be done, or
+    fail, also in a process group that has nothing to do with this one.
+    """
+    try:
+        nccl = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)  # the one that torch has loaded
+    except OSError:
+        return
+    for _ in range(_MOST_GROUPS):
+        if nccl.ncclGroupEnd() == _NOT_IN_A_GROUP:
+            break
+    communicator._start_coalescing()
+    nccl.ncclGroupStart()  # so that torch can leave a group more than it enters
+    communicator._end_coalescing()
+    communicator._end_coalescing()
 
 
 def start_sum(communicator: Any, tensor: Tensor) -> Any:
     """Start to replace a tensor by its sum over the processes of a communicator; returns the work."""
     options = dist.distributed_c10d.AllreduceOptions()
     options.asyncOp = True
-    return communicator.allreduce([tensor], options)
+    return _waiting(communicator, communicator.allreduce([tensor], options))
 
 
 def start_copy(communicator: Any, tensor: Tensor, source: int) -> Any:
     """Start to overwrite a tensor by that of one process of a communicator; returns the work."""
     options = dist.distributed_c10d.BroadcastOptions()
     options.rootRank, options.asyncOp = source, True
-    return communicator.broadcast([tensor], options)
+    return _waiting(communicator, communicator.broadcast([tensor], options))
+
+
+def _waiting(communicator: Any, work: Any) -> Any:
+    """A work whose ``wait`` does not block the host, if it is one of GPUs."""
+    return StreamWork(work) if has_nccl() and isinstance(communicator, dist.ProcessGroupNCCL) else work
 
 
 def abort_communicators(communicators: Sequence[Any]) -> None:
     """End what runs on communicators, from any thread, and destroy them.
 
     All at once: to free its memory, an aborted communicator waits for the device, on which others may still wait for a
-    message.
+    message. After ``ABORT_SECONDS`` the rest is left to itself, as a GPU that failed may answer no more.
     """
     threads = [threading.Thread(target=_abort, args=(each,), daemon=True) for each in communicators]
+    end = time.monotonic() + ABORT_SECONDS
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 def _abort(communicator: Any) -> None:
@@ -188,6 +245,15 @@ def _abort(communicator: Any) -> None:
 def close_communicator(communicator: Any) -> None:
     """Let what was posted on a communicator end, and destroy it."""
     communicator.shutdown()
+
+
+@probe(
+    "Work.block_current_stream",
+    expected="is a method of works",
+    features=("pipeline",),
+)
+def _block_current_stream() -> bool:
+    return callable(dist.Work.block_current_stream)
 
 
 @probe(

@@ -78,6 +78,7 @@ def hook_gradient_edge(edge: GradientEdge, hook: Callable[[Tensor | None], None]
     "Tensor._backward_hooks",
     expected="holds a tensor's hooks by key, and calls what is put in their place",
     features=("split", "hooks", "graph"),
+    hooks=1,
 )
 def _tensor_hooks() -> bool:
     called: list[str] = []
@@ -94,6 +95,7 @@ def _tensor_hooks() -> bool:
     "Tensor._post_accumulate_grad_hooks",
     expected="holds the hooks of register_post_accumulate_grad_hook",
     features=("split", "graph"),
+    hooks=1,
 )
 def _accumulate_hooks() -> bool:
     leaf = torch.ones(1, requires_grad=True)
@@ -106,6 +108,7 @@ def _accumulate_hooks() -> bool:
     "Node._register_hook_dict",
     expected="run a tensor hook at an edge, and tell the order of nodes",
     features=("hooks",),
+    hooks=1,
 )
 def _edge_hooks() -> bool:
     x = torch.ones(4, requires_grad=True)
@@ -124,6 +127,7 @@ def _edge_hooks() -> bool:
     "RemovableHandle.next_id",
     expected="counts every hook that Python puts on a tensor or a node",
     features=("split",),
+    hooks=5,
 )
 def _registered() -> bool:
     leaf = torch.ones(1, requires_grad=True)
@@ -145,6 +149,7 @@ def _registered() -> bool:
     "RemovableHandle.hooks_dict_ref",
     expected="leads from one hook of a node to the others",
     features=("split",),
+    hooks=10,
 )
 def _node_hooks() -> bool:
     leaf = torch.ones(1, requires_grad=True)

@@ -366,6 +366,7 @@ def _holder() -> bool:
     "torch.utils.checkpoint._Holder.handles",
     expected="marks a recomputed tensor as read, once in a backward",
     features=("split.checkpoint",),
+    hooks=1,
 )
 def _holder_reads() -> bool:
     left, right = _matrix(2, 2), _matrix(2, 2)

@@ -57,12 +57,14 @@ class Probe:
         expected: what we need it to do.
         features: what does not work without it.
         check: a tiny real use; false, or an exception, where torch does not do it any more.
+        hooks: how many hooks ``check`` registers.
     """
 
     name: str
     expected: str
     features: tuple[Feature, ...]
     check: Callable[[], object]
+    hooks: int = 0
 
     def fault(self) -> str | None:
         """What went wrong, or None if torch does what we need."""
@@ -78,16 +80,23 @@ class Probe:
         thread = threading.Thread(target=run, name=f"probe {self.name}")
         thread.start()
         thread.join()
-        HOOKS_OF_PROBES[0] += RemovableHandle.next_id - before
+        if found[0] is None and RemovableHandle.next_id - before < self.hooks:  # other threads may have added some
+            return f"fewer hooks than {self.hooks} registered"
+        if found[0] is None:
+            with _COUNTING:
+                HOOKS_OF_PROBES[0] += self.hooks
         return found[0]
 
 
 _PROBES: list[Probe] = []
+_COUNTING = threading.Lock()
 HOOKS_OF_PROBES = [0]
 """How many hooks probes have registered; see ``hooks.hooks_registered``."""
 
 
-def probe(name: str, *, expected: str, features: tuple[Feature, ...]) -> Callable[[Callable[[], object]], Probe]:
+def probe(
+    name: str, *, expected: str, features: tuple[Feature, ...], hooks: int = 0
+) -> Callable[[Callable[[], object]], Probe]:
     """Make a ``Probe`` of a function, and register it.
 
     Example:
@@ -99,7 +108,7 @@ def probe(name: str, *, expected: str, features: tuple[Feature, ...]) -> Callabl
     """
 
     def register(check: Callable[[], object]) -> Probe:
-        made = Probe(name, expected, features, check)
+        made = Probe(name, expected, features, check, hooks)
         _PROBES.append(made)
         return made
 

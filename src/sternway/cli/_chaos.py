@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 
 
 def show_chaos(
-    ranks: int, steps: int, dim: int, layers: int, microbatches: int, out: Path, kills: int, as_json: bool
+    ranks: int, steps: int, dim: int, layers: int, microbatches: int, out: Path, kills: int, as_json: bool, device: str
 ) -> None:
     """Run it and print what happened; exit 1 if the weights differ."""
     from sternway.demo import ChaosOptions, train_with_kills
 
-    options = ChaosOptions(folder=str(out), steps=steps, dim=dim, layers=layers, microbatches=microbatches)
+    options = ChaosOptions(
+        folder=str(out), steps=steps, dim=dim, layers=layers, microbatches=microbatches, device=device
+    )
     with Console(stderr=True).status("training twice, the second time killing processes", spinner="dots"):
         calm, disturbed = train_with_kills(options, ranks=ranks, kills=kills)
     if as_json:

@@ -23,7 +23,10 @@ TOLERANCE = 1e-3  # relative, between the pipeline's gradients and one process's
 
 
 def demo(
-    ranks: Annotated[int, typer.Option(min=1, help="Number of processes, with one thread each.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="Number of processes: each with a GPU, or with one thread.")] = 2,
+    device: Annotated[
+        str, typer.Option(help='"cuda", "cpu", or "auto": GPUs, if there is one for each process.')
+    ] = "auto",
     schedule: Annotated[
         str, typer.Option(help='A schedule by name, as sternway plan lists them, or "auto" for the fastest.')
     ] = "auto",
@@ -42,11 +45,16 @@ def demo(
     """Train a byte-level GPT on Python's own source across local processes, and compare with torch's schedules."""
     if dim % 4:
         raise typer.BadParameter(f"must be a multiple of 4, the number of heads; got {dim}", param_hint="--dim")
-    if chaos:
-        show_chaos(ranks, steps, dim, layers, microbatches, out, kills, as_json)
-        return
-    from sternway.demo import DemoOptions
+    if device not in ("auto", "cpu", "cuda"):
+        raise typer.BadParameter(f"must be auto, cpu or cuda; got {device}", param_hint="--device")
+    from sternway.demo import DemoOptions, choose_device
 
+    device, remark = choose_device(device, ranks)
+    if remark:
+        typer.echo(remark, err=True)
+    if chaos:
+        show_chaos(ranks, steps, dim, layers, microbatches, out, kills, as_json, device)
+        return
     options = DemoOptions(
         ranks=ranks,
         schedule=schedule,
@@ -55,6 +63,7 @@ def demo(
         layers=layers,
         microbatches=microbatches,
         compared_steps=compared_steps,
+        device=device,
     )
     outcome = _train(options, quiet=as_json)
     report = _write_report(out, options, outcome)
@@ -84,7 +93,8 @@ def _show(options: DemoOptions, outcome: DemoOutcome, report: Path) -> None:
     console = Console()
     table = Table(
         title=f"{options.layers}-block GPT, d={options.dim}, {options.microbatches} microbatches of "
-        f"{options.rows} × {options.length} bytes, {options.ranks} processes, one thread each"
+        f"{options.rows} × {options.length} bytes, {options.ranks} processes"
+        f"{', one thread each' if options.device == 'cpu' else ' on GPUs'}"
     )
     for heading in ("step by", "ms", "efficiency", "bubble measured", "planned", "peak memory"):
         table.add_column(heading, justify="left" if heading == "step by" else "right")
@@ -115,6 +125,7 @@ def _record(options: DemoOptions, outcome: DemoOutcome, report: Path) -> dict[st
     return {
         "torch": torch.__version__,
         "ranks": options.ranks,
+        "device": options.device,
         "schedule": outcome.schedule_name,
         "steps": options.steps,
         "losses": outcome.losses,

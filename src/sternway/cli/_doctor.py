@@ -74,6 +74,7 @@ def examine() -> Iterator[Finding]:
         ", ".join(_backends()),
         "a torch built with torch.distributed, to train across processes",
     )
+    yield Finding("ranks of a pipeline", _ranks(), "a torch built with torch.distributed and gloo")
     yield Finding(
         "C++ compiler",
         _first_on_path(os.environ.get("CXX", ""), "c++", "g++", "clang++"),
@@ -153,6 +154,19 @@ def _backends() -> list[str]:
         "mpi": distributed.is_mpi_available(),
     }
     return [name for name, there in present.items() if there]
+
+
+def _ranks() -> str:
+    """How many ranks a pipeline may have on this machine."""
+    import torch
+
+    backends, gpus, cores = _backends(), torch.cuda.device_count(), os.cpu_count() or 1
+    if "gloo" not in backends:  # what ranks tell each other travels over it, on GPUs too
+        return ""
+    on_gpus = (
+        f"{gpus} on GPUs, one each, over NCCL" if "nccl" in backends else "none on GPUs, as this torch has no NCCL"
+    )
+    return f"{f'{on_gpus}; ' if gpus else ''}{cores} on the CPU, one for each core, over gloo"
 
 
 def _first_on_path(*names: str) -> str:

@@ -112,7 +112,7 @@ def _compare(
             "bubble_rate": row.bubble_rate,
             "makespan": row.makespan,
             "peak_memory": row.peak_memory,
-            "gap": row.gap,
+            "gap": row.gap if row.fits else None,
             "fits": row.fits,
         }
         for row in comparison.rows
@@ -213,7 +213,7 @@ def _print_table(rows: list[dict[str, Any]], best: str, title: str) -> None:
             f"{row['bubble_rate']:.2%}",
             f"{row['makespan']:.6g}",
             f"{row['peak_memory']:.4g}",
-            f"{row['gap']:.2%}",
+            f"{row['gap']:.2%}" if row["fits"] else "",  # the bound is one for schedules that fit
             "best" if row["name"] == best else "yes" if row["fits"] else "no",
             style="bold" if row["name"] == best else "" if row["fits"] else "dim",
         )

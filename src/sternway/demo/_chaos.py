@@ -28,6 +28,7 @@ class ChaosOptions:
     length: int = 32
     save_every: int = 4
     kills: tuple[tuple[int, int], ...] = ()
+    device: str = "cpu"  # or "cuda"; see ``choose_device``
 
     def to_json(self) -> str:
         """As text for the command line of the processes."""
@@ -85,6 +86,7 @@ def _run(options: ChaosOptions, ranks: int) -> ChaosLog:
     command += ["--max-restarts", str(len(options.kills) + 1), "-m", "sternway.demo._chaos_rank", options.to_json()]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # else a new life finds the addresses of the one before
+    environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for the same bits every time on a GPU
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     start = time.monotonic()
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, check=False)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from sternway.demo._chaos import ChaosOptions
+from sternway.demo._device import backend_of, take_device
 from sternway.demo._gpt import GPT
 from sternway.demo._text import batches, next_byte_loss, standard_library
 from sternway.pipeline import Pipeline
@@ -24,12 +25,14 @@ from sternway.pipeline import Pipeline
 def train(options: ChaosOptions) -> None:
     """Train from the last checkpoint; what happens is appended to ``notes.jsonl``."""
     life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    dist.init_process_group("gloo")
+    device = take_device(options.device, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+    dist.init_process_group(backend_of(device))
     rank = dist.get_rank()
+    torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     model = GPT(vocabulary=256, dim=options.dim, heads=4, layers=options.layers, length=options.length)
     pipe = Pipeline(
-        model,
+        model.to(device),
         schedule="zb-h1",
         n_microbatches=options.microbatches,
         loss_fn=next_byte_loss,
@@ -45,6 +48,7 @@ def train(options: ChaosOptions) -> None:
         if life < len(options.kills) and options.kills[life] == (step, rank):
             _note(options, True, "kill", step=step, rank=rank)
             pipe.stages[min(pipe.stages)].module.register_forward_pre_hook(_die)
+        x, target = x.to(device), target.to(device)
         result = pipe.step(x, target=target, loss_everywhere=True, record=False)
         pipe.clip_grad_norm_(1.0)
         optimizer.step()
@@ -67,7 +71,7 @@ def _die(module: Any, inputs: Any) -> None:
 def _digest(pipe: Pipeline) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(pipe.state_dict().items()):
-        digest.update(name.encode() + tensor.numpy().tobytes())
+        digest.update(name.encode() + tensor.cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

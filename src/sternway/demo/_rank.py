@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not exported to mypy
 
+from sternway.demo._device import backend_of, meet, take_device
 from sternway.demo._gpt import GPT
 from sternway.demo._text import batches, next_byte_loss, standard_library
 from sternway.demo._train import DemoOptions, DemoOutcome
@@ -25,13 +26,14 @@ def run(rank: int, port: int, options: DemoOptions, reports: Any) -> None:
     A rank that fails puts ("error", text).
     """
     torch.set_num_threads(1)
+    device = take_device(options.device, rank, options.ranks)
     store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=options.ranks)
+    dist.init_process_group(backend_of(device), store=store, rank=rank, world_size=options.ranks)
     try:
-        outcome = _run(rank, options, reports)
+        outcome = _run(rank, options, device, reports)
         if rank == 0:
             reports.put(("done", outcome))
-        dist.barrier()
+        meet()
     except Exception as error:
         reports.put(("error", f"rank {rank}: {error}"))
         raise
@@ -39,12 +41,13 @@ def run(rank: int, port: int, options: DemoOptions, reports: Any) -> None:
         dist.destroy_process_group()
 
 
-def _run(rank: int, options: DemoOptions, reports: Any) -> DemoOutcome:
+def _run(rank: int, options: DemoOptions, device: torch.device, reports: Any) -> DemoOutcome:
     data = batches(standard_library(), options.rows * options.microbatches, options.length)
     torch.manual_seed(0)
     model = GPT(vocabulary=256, dim=options.dim, heads=4, layers=options.layers, length=options.length)
+    model.to(device)
     alone = copy.deepcopy(model)
-    x, target = next(data)
+    x, target = (tensor.to(device) for tensor in next(data))
     sample = slice(0, options.rows)
     pipe = Pipeline(
         copy.deepcopy(model),
@@ -61,7 +64,7 @@ def _run(rank: int, options: DemoOptions, reports: Any) -> DemoOutcome:
 
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     for step in range(options.steps):
-        x, target = next(data)
+        x, target = (tensor.to(device) for tensor in next(data))
         start = time.perf_counter()
         result = pipe.step(x, target=target, loss_everywhere=True, record=False)
         pipe.clip_grad_norm_(1.0)
@@ -125,10 +128,10 @@ def _compare_speed(
             reports.put(("progress", options.steps, f"comparing with torch's schedules, round {number}"))
             seconds["one process"].append(_time(one_process))
         for name, way in ways.items():
-            dist.barrier()
-            _reset_peak()
+            meet()
+            _reset_peak(x.device)
             seconds[name].append(_time(way))
-            outcome.peaks[name] = max(outcome.peaks.get(name, 0), _peak())
+            outcome.peaks[name] = max(outcome.peaks.get(name, 0), _peak(x.device))
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items() if values}
     outcome.one_process = medians.pop("one process", 0.0)
     outcome.seconds = medians
@@ -149,7 +152,7 @@ def _torch_step(
 
     count = sum(map(len, placement))
     modules = partition(model, ranks=options.ranks, stages_per_rank=count // options.ranks)
-    stages = [pipelining.PipelineStage(modules[i], i, count, torch.device("cpu")) for i in placement[rank]]
+    stages = [pipelining.PipelineStage(modules[i], i, count, x.device) for i in placement[rank]]
     kind = getattr(schedules, name)
     schedule = kind(stages if len(placement[rank]) > 1 else stages[0], options.microbatches, loss_fn=next_byte_loss)
 
@@ -164,11 +167,16 @@ def _torch_step(
 def _time(step: Callable[[], None]) -> float:
     start = time.perf_counter()
     step()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
-def _reset_peak() -> None:
-    """Have the kernel count this process's peak memory from now on (Linux)."""
+def _reset_peak(device: torch.device) -> None:
+    """Count this process's peak memory on a device from now on; on the CPU, the kernel counts (Linux)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
@@ -176,8 +184,10 @@ def _reset_peak() -> None:
         pass
 
 
-def _peak() -> int:
-    """This process's peak resident memory in bytes since ``_reset_peak``; 0 where the kernel does not say."""
+def _peak(device: torch.device) -> int:
+    """This process's peak memory in bytes since ``_reset_peak``; 0 where the kernel does not say."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
     try:
         with open("/proc/self/status") as file:
             lines = [line for line in file if line.startswith("VmHWM")]

@@ -25,6 +25,7 @@ class DemoOptions:
     dim: int = 256
     layers: int = 8
     compared_steps: int = 6
+    device: str = "cpu"  # or "cuda"; see ``choose_device``
 
 
 @dataclass(slots=True)

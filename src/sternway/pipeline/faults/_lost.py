@@ -26,18 +26,23 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class LostRank:
-    """Which rank was lost (None if that is not known), how that was noticed, and where the rank was."""
+    """Which rank was lost (None if that is not known), how that was noticed, and where the rank was.
+
+    Unless ``exact``, that is where it was when it gave its last sign of life.
+    """
 
     rank: int | None
     what: str
     position: Position = Position()
+    exact: bool = True
 
     def error(self, here: int) -> LostRankError:
         """The error that rank ``here`` raises about it."""
         fix = "look at the output of that rank and remove the cause, then resume from the last checkpoint"
         if self.rank is None:
             return LostRankError(f"a rank was lost, as rank {here} noticed", got=self.what, fix=fix)
-        return LostRankError(f"rank {self.rank} was lost {self.position}", got=self.what, fix=fix)
+        where = "" if self.exact else "; its last sign of life was"
+        return LostRankError(f"rank {self.rank} was lost{where} {self.position}", got=self.what, fix=fix)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -45,4 +50,4 @@ class LostRank:
     @staticmethod
     def from_json(text: str) -> LostRank:
         content = json.loads(text)
-        return LostRank(content["rank"], content["what"], Position(**content["position"]))
+        return LostRank(**{**content, "position": Position(**content["position"])})

@@ -2,6 +2,8 @@
 
 A rank reads the sign of the next rank only. The ranks form a ring, so the cost per rank does not grow with their
 number. After a connection was lost, a rank reads the signs of all, and waits for less time, to find out who it was.
+A connection that is seen to be closed, though nobody waits on it, is less than that: perhaps a rank left on purpose.
+A process that ends without closing its pipeline is lost as soon as somebody waits for it.
 
 No threads and no waiting here: ``_watch.py`` calls this, and tests call it with a clock of their own.
 """
@@ -35,49 +37,81 @@ class SignsOfLife:
     ) -> None:
         self.timeout, self.interval = timeout, min(1.0, timeout / 6)
         self.suspicious = False  # set once a connection was lost
+        self.alarmed = False  # set once a connection was seen to be closed
         self.awaited: Callable[[int], Position | None] = lambda rank: None  # what this rank waits for from another
         self._store, self._rank, self._ranks, self._clock = store, rank, ranks, clock
-        self._count = 0
+        self._count, self._waits = 0, 0.0
         self._seen: dict[int, tuple[str, float]] = {}  # each rank's last sign, and when it was new
         self._asked: set[int] = set()  # ranks that were looked at since a connection was lost
         self._alive: set[int] = set()  # those of them whose sign has changed after that
 
-    def write(self, position: Position) -> None:
-        """Write a new sign of this rank."""
+    def write(self, position: Position, *, ended: bool = False) -> None:
+        """Write a new sign of this rank; the last one, if its process has ended."""
         self._count += 1
-        self._store.set(f"beat/{self._rank}", json.dumps({"count": self._count, "position": asdict(position)}))
+        content = {"count": self._count, "position": asdict(position), "ended": ended}
+        self._store.set(f"beat/{self._rank}", json.dumps(content))
 
     def write_closed(self) -> None:
         """Write that this rank leaves on purpose, so that no rank counts it as lost."""
         self._store.set(f"beat/{self._rank}", CLOSED)
 
-    def look(self, position: Position) -> LostRank | None:
-        """The rank that was lost, if the signs say so. ``position`` is this rank's own."""
-        if not self.suspicious:
+    def look(self, position: Position, waits: float = 0.0) -> LostRank | None:
+        """The rank that was lost, if the signs say so.
+
+        Args:
+            position: this rank's own.
+            waits: for how many seconds its GPU has been in one step.
+        """
+        self._waits = waits
+        if not self.suspicious and not self.alarmed:
             return self._missing((self._rank + 1) % self._ranks, self.timeout)
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         for rank in others:
-            if (lost := self._missing(rank, min(self.timeout, max(1.0, 3 * self.interval)))) is not None:
+            self._read(rank)
+        left = any(self._seen[rank][0] == CLOSED for rank in others)  # that closes connections, too
+        for rank in others:
+            if (lost := self._missing(rank, self._limit(rank, left))) is not None:
                 return lost
-        if all(rank in self._alive for rank in others):
+        if self.suspicious and all(rank in self._alive for rank in others):
             return LostRank(self._rank, "its connection to another rank was lost, though all ranks are alive", position)
         return None
 
-    def _missing(self, rank: int, limit: float) -> LostRank | None:
-        """A rank whose sign has not changed for ``limit`` seconds."""
-        key, now = f"beat/{rank}", self._clock()
+    def _limit(self, rank: int, left: bool) -> float:
+        """How long a rank may be silent after a connection was closed. Whoever waits for it knows best where it was."""
+        if left and not self.suspicious:
+            return self.timeout
+        patience = 3 if self.suspicious or self.awaited(rank) is not None else 5
+        return min(self.timeout, max(1.0, patience * self.interval))
+
+    def _read(self, rank: int) -> str:
+        """A rank's sign now."""
+        key = f"beat/{rank}"
         sign = self._store.get(key).decode() if self._store.check([key]) else ""
         if rank not in self._seen or self._seen[rank][0] != sign:
             if rank in self._asked:
                 self._alive.add(rank)
-            self._seen[rank] = sign, now
+            self._seen[rank] = sign, self._clock()
         if self.suspicious:
             self._asked.add(rank)
-        silent = now - self._seen[rank][1]
-        if silent <= limit or sign == CLOSED:
+        return sign
+
+    def _missing(self, rank: int, limit: float) -> LostRank | None:
+        """A rank whose sign has not changed for ``limit`` seconds."""
+        sign = self._read(rank)
+        silent = self._clock() - self._seen[rank][1]
+        if sign == CLOSED:
             return None
-        position = self.awaited(rank) or (Position(**json.loads(sign)["position"]) if sign else Position())
-        return LostRank(rank, f"no sign of life for {silent:.1f} s: it died, was stopped, or hangs", position)
+        content: dict[str, Any] = json.loads(sign) if sign else {"position": {}, "ended": False}
+        position = Position(**content["position"])
+        if content["ended"]:
+            needed = self.suspicious or min(silent, self._waits) > self._limit(rank, False)
+            return LostRank(rank, "its process ended without closing the pipeline", position) if needed else None
+        if silent <= limit:
+            return None
+        what = f"no sign of life for {silent:.1f} s: it died, was stopped, or hangs"
+        if (awaited := self.awaited(rank)) is not None:
+            return LostRank(rank, what, awaited)
+        return LostRank(rank, what, position, exact=False)
 
     # What the ranks tell each other about a loss
 

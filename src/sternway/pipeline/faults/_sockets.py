@@ -1,13 +1,16 @@
-"""Wake a thread that waits in gloo, by shutting down the sockets it waits on.
+"""The sockets of process groups: wake a thread that waits on them, and see whether another process has closed its end.
 
-gloo has no call for that: neither abort, nor shutdown, nor destroying a group ends a wait that has begun. A closed
-connection does. So the sockets that a process group opens are noted when it is made, from what the kernel lists.
+gloo has no call to wake a thread: neither abort, nor shutdown, nor destroying a group ends a wait that has begun. A
+closed connection does. So the sockets that a process group opens are noted when it is made, from what the kernel lists.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import socket
+from collections.abc import Iterator
+from contextlib import suppress
 
 FOLDER = "/proc/self/fd"
 
@@ -31,20 +34,46 @@ def opened() -> Sockets:
     return frozenset(found)
 
 
-def cut(sockets: Sockets, spared_port: int | None = None) -> None:
-    """Shut these sockets down, unless their file descriptor now belongs to something else.
+def connected(sockets: Sockets, spared_port: int | None = None) -> Sockets:
+    """Those of these sockets that have another end, except connections from or to ``spared_port``.
 
-    Connections from or to ``spared_port`` stay: the store that the process holds may accept one at any time, also while
-    a process group is being made.
+    The store that a process holds may accept a connection at any time, also while a process group is being made.
     """
+    return frozenset(entry for entry, _ in _connections(sockets, spared_port))
+
+
+def any_closed(sockets: Sockets) -> bool:
+    """Whether one of these sockets is closed, here or at its other end. Reads nothing from them, and does not wait."""
+    poll = select.poll()
     for descriptor, target in sockets:
-        try:
-            if os.readlink(f"{FOLDER}/{descriptor}") != target:
-                continue
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
-                # getpeername fails for a listening socket; gloo would end the process if that were cut
-                ends = connection.getsockname(), connection.getpeername()
-                if not any(spared_port in end[1:2] for end in ends):
-                    connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue
+        if not _is(descriptor, target):
+            return True
+        poll.register(descriptor, select.POLLRDHUP)
+    hung_up = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+    return any(events & hung_up for _, events in poll.poll(0))
+
+
+def cut(sockets: Sockets, spared_port: int | None = None) -> None:
+    """Shut these sockets down, except connections from or to ``spared_port``."""
+    for _, connection in _connections(sockets, spared_port):
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _connections(sockets: Sockets, spared_port: int | None) -> Iterator[tuple[tuple[int, str], socket.socket]]:
+    for descriptor, target in sockets:
+        with suppress(OSError):
+            if _is(descriptor, target):
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    # getpeername fails for a listening socket; gloo would end the process if that were cut
+                    ends = connection.getsockname(), connection.getpeername()
+                    if not any(spared_port in end[1:2] for end in ends):
+                        yield (descriptor, target), connection
+
+
+def _is(descriptor: int, target: str) -> bool:
+    """Whether a file descriptor still belongs to this socket, and not to something else by now."""
+    try:
+        return os.readlink(f"{FOLDER}/{descriptor}") == target
+    except OSError:
+        return False

@@ -1,9 +1,10 @@
 """Find a rank that died, was stopped or hangs, tell every other rank, and wake those that wait for it.
 
 A process that dies closes its connections: whoever waits for it wakes with an error, but does not know which rank it
-was. A process that is stopped keeps them open, and nobody wakes. So each rank has a thread that writes a sign of life
-into the store and reads those of others (``_signs.py``). Whoever finds a rank lost, or fails itself, writes that into
-the store; all others read it there and cut their own connections, which wakes their main threads.
+was. A process that is stopped keeps them open, and nobody wakes; nor does a GPU that waits. So each rank has a thread
+that writes a sign of life into the store and reads those of others (``_signs.py``), and looks whether connections were
+closed. Whoever finds a rank lost, or fails itself, writes that into the store; all others read it there, cut their own
+connections and abort their communicators, which wakes their main threads and their GPUs.
 
 One process holds the store, and that process may be the one that is lost. A second thread therefore looks at nothing
 but the clock, and notices when the first one gets no answer from the store. If the process that holds the store learns
@@ -35,9 +36,11 @@ class Watch:
         rank: this rank.
         ranks: how many there are.
         heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost.
+        step_timeout: so is one whose GPU is in one step for so many seconds.
         holder: the process that holds the store, in words.
         holds_store: whether that is this process.
         wake: called once when a rank is lost, to wake the main thread.
+        closed: whether a connection to another rank was closed.
 
     Attributes:
         lost: the rank that was lost, or None.
@@ -50,16 +53,20 @@ class Watch:
         rank: int,
         ranks: int,
         heartbeat_timeout: float,
+        step_timeout: float,
         holder: str,
         holds_store: bool,
         wake: Callable[[], None],
+        closed: Callable[[], bool] = lambda: False,
     ) -> None:
         self.lost: LostRank | None = None
         connection = distributed.own_connection(store, max(1.0, heartbeat_timeout))
         self._signs = SignsOfLife(PrefixStore(prefix, connection), rank, ranks, heartbeat_timeout)
         self._position: Callable[[], Position] = Position
         self._rank, self._timeout, self._interval = rank, heartbeat_timeout, self._signs.interval
-        self._holder, self._holds_store, self._wake = holder, holds_store, wake
+        self._holder, self._holds_store, self._wake, self._closed = holder, holds_store, wake, closed
+        self._step_timeout, self._ended = step_timeout, False
+        self._waits: Callable[[], float] = lambda: 0.0
         self._told: LostRank | None = None  # this rank's own failure
         self._answered = time.monotonic()
         self._decided, self._stop, self._hurry = threading.Event(), threading.Event(), threading.Event()
@@ -70,7 +77,7 @@ class Watch:
         ]
         for thread in self._threads:
             thread.start()
-        atexit.register(self.stop)  # a thread inside the store's code when Python ends would crash the process
+        atexit.register(self._exit)  # a thread inside the store's code when Python ends would crash the process
 
     # For the rank's own thread
 
@@ -79,10 +86,18 @@ class Watch:
         *,
         position: Callable[[], Position] | None = None,
         awaited: Callable[[int], Position | None] | None = None,
+        waits: Callable[[], float] | None = None,
     ) -> None:
-        """Ask these functions, from a thread, where this rank is, and what it waits for from another rank."""
+        """Ask these functions, from a thread.
+
+        Args:
+            position: where this rank is.
+            awaited: what it waits for from another rank.
+            waits: for how many seconds its GPU has been in one step.
+        """
         self._position = position or self._position
         self._signs.awaited = awaited or self._signs.awaited
+        self._waits = waits or self._waits
 
     def position(self) -> Position:
         """Where this rank is."""
@@ -107,12 +122,17 @@ class Watch:
 
     def stop(self) -> None:
         """Leave on purpose: no rank counts this one as lost."""
-        atexit.unregister(self.stop)
+        atexit.unregister(self._exit)
         self._stop.set()
         self._hurry.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(timeout=3 * self._interval + 2)
+
+    def _exit(self) -> None:
+        """The process ends, and nobody closed the pipeline."""
+        self._ended = True
+        self.stop()
 
     # The threads
 
@@ -130,7 +150,10 @@ class Watch:
             self._hurry.clear()
         with suppress(RuntimeError):  # there may be no store any more
             self._stay()
-            self._signs.write_closed()
+            if self._ended:
+                self._signs.write(self._position(), ended=True)
+            else:
+                self._signs.write_closed()
 
     def _once(self) -> None:
         self._signs.write(self._position())
@@ -142,7 +165,12 @@ class Watch:
         """The loss that was told first, whether by another rank or by this one."""
         if self._told is None and (lost := self._signs.reported()) is not None:
             return lost
-        found = self._told or self._signs.look(self._position())
+        self._signs.alarmed = self._signs.alarmed or self._closed()
+        waits = self._waits()
+        found = self._told or self._signs.look(self._position(), waits)
+        if found is None and waits > self._step_timeout:
+            what = f"the GPU of rank {self._rank} has been in one step for {waits:.0f} s, though all ranks are alive"
+            found = LostRank(None, what)
         return None if found is None else self._signs.report(found)
 
     def _stay(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-from sternway.errors import LostRankError, PipelineError, SternwayError
+from sternway.errors import PipelineError, SternwayError
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class Crew:
     def __init__(
         self,
         group: Any = None,
-        explain: Callable[[Exception], LostRankError] | None = None,
+        explain: Callable[[Exception], PipelineError] | None = None,
         wraps_as: type[SternwayError] = PipelineError,
     ) -> None:
         self._group, self._explain, self._wraps_as = group, explain, wraps_as

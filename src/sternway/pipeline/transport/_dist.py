@@ -40,7 +40,7 @@ class DistTransport(Transport):
         ranks: the global ranks that form the pipeline, in its order; all by default.
         device: where the stages must be: "cpu" or "cuda", over gloo or NCCL; wherever they are by default.
         dynamic: the shapes of stages' outputs depend on the data, so they are sent every time.
-        timeout: how many seconds to wait for a message before giving up.
+        timeout: how many seconds to wait for a message, or on a GPU for a step, before giving up.
         heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to watch for none.
         watched: the global ranks whose loss ends the pipeline; its own by default.
     """
@@ -84,7 +84,11 @@ class DistTransport(Transport):
         self._messenger = Messenger(self._groups, self._carrier, host, self._dynamic)
 
     def connect(self, schedule: Schedule, routes: Routes) -> None:
-        self._messages.connect(schedule, routes)
+        try:
+            self._messages.connect(schedule, routes)
+        except LostRankError as error:
+            self.fail(error)
+            raise
         self._herald = Herald(self._groups, schedule)
 
     @property
@@ -94,6 +98,7 @@ class DistTransport(Transport):
 
     def drive(self, programs: dict[int, RankProgram], facts: StepFacts) -> None:
         program, messages = programs[self.rank], self._messages
+        self._check_lost()
         messages.begin(facts.shapes, facts.training)
         try:
             request = next(program)
@@ -109,7 +114,11 @@ class DistTransport(Transport):
         self._copies.finish()
         if self._herald is not None:
             self._herald.finish()
-        if self.watch is not None and self.watch.lost is not None:  # on a GPU, garbage may have been computed since
+        self._check_lost()
+
+    def _check_lost(self) -> None:
+        """Raise if a rank was lost: no call needs to have failed since, and a GPU may have computed garbage."""
+        if self.watch is not None and self.watch.lost is not None:
             raise self.watch.lost.error(self.rank)
 
     # All ranks at once
@@ -171,7 +180,7 @@ class DistTransport(Transport):
 
     # Failure
 
-    def explain(self, error: Exception) -> LostRankError:
+    def explain(self, error: Exception) -> PipelineError:
         return self._groups.explain(error)
 
     def fail(self, error: BaseException) -> None:
@@ -183,6 +192,13 @@ class DistTransport(Transport):
         self._groups.close(failed=True)
 
     def close(self) -> None:
+        if self.device.type == "cuda":  # the host may be ahead of the GPU: let that end what was posted
+            self._groups.attempt(torch.cuda.synchronize, self.device)
+            try:
+                self._check_lost()
+            except LostRankError as error:
+                self.fail(error)
+                raise
         if self._late_gathers is not None:
             self._late_gathers.stop(self._timeout)
         self._copies.finish()

@@ -9,6 +9,7 @@ their own connections cut.
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from sternway._torch import distributed
@@ -24,6 +26,10 @@ from sternway.pipeline.faults import _sockets
 from sternway.pipeline.faults._lost import LostRank
 from sternway.pipeline.faults._watch import Watch
 from sternway.pipeline.transport._collective import Collective
+from sternway.pipeline.transport._place import gpu_fault
+
+_POSTING_SECONDS = 1.0
+_LOOK_SECONDS = 0.05
 
 
 class ProcessGroups:
@@ -47,6 +53,7 @@ class ProcessGroups:
         self._sockets: _sockets.Sockets = frozenset()
         self._disposable: list[Any] = []
         self._communicators: list[Any] = []
+        self._posting, self._aborted = threading.Lock(), False
         self.activations: Any = self.new(members)
         self.gradients: Any = self.new(members)
         self.control: Any = self.new(members)
@@ -54,6 +61,7 @@ class ProcessGroups:
         self._default_store = store = distributed.default_store()
         self._store_port = distributed.store_port(store)
         self.store = PrefixStore(f"sternway/{self.control.group_name}", store)
+        self._peers = _sockets.connected(self._sockets, self._store_port)
         if heartbeat_timeout and len(watched) > 1:
             self.watch = Watch(
                 store,
@@ -61,8 +69,10 @@ class ProcessGroups:
                 list(watched).index(dist.get_rank()),
                 len(watched),
                 heartbeat_timeout,
+                timeout,
                 *_store_holder(),
                 self.wake,
+                self._peer_closed,
             )
 
     def new(self, members: Sequence[int]) -> Any:
@@ -88,7 +98,7 @@ class ProcessGroups:
         store, before = self._default_store, _sockets.opened()
         place = store, _new_prefix(store, members), members.index(dist.get_rank()), members
         if device.type == "cuda":
-            made = self.attempt(distributed.nccl_communicator, *place, device, self._timeout)
+            made = self._unless_lost(distributed.nccl_communicator, *place, device, self._timeout)
             self._communicators.append(made)
         else:
             made = self.attempt(distributed.gloo_communicator, *place, self._timeout)
@@ -104,7 +114,7 @@ class ProcessGroups:
 
     def of_members(self, members: Sequence[int], device: torch.device) -> Collective:
         """These global ranks, for sums and copies; all of them call this."""
-        return Collective(self._communicator(members, device), len(members))
+        return Collective(self._communicator(members, device), len(members), self._start)
 
     def attempt(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call something that needs the other ranks. If a connection is lost, say which rank was."""
@@ -113,15 +123,74 @@ class ProcessGroups:
         except RuntimeError as error:
             raise self.explain(error) from None
 
-    def explain(self, error: Exception) -> LostRankError:
-        """The error to raise after a connection was lost."""
+    def _unless_lost(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call something that waits for other ranks, and that nothing can wake.
+
+        A thread does it. If a rank is lost meanwhile, the thread is left to itself.
+        """
+        found: list[Any] = []
+        errors: list[Exception] = []
+        done = threading.Event()
+
+        def run() -> None:
+            try:
+                found.append(call(*arguments))
+            except Exception as error:
+                errors.append(error)
+            done.set()
+
+        threading.Thread(target=run, name="sternway-connect", daemon=True).start()
+        while not done.wait(_LOOK_SECONDS):
+            if self.watch is not None and self.watch.lost is not None:
+                raise self.watch.lost.error(self.rank)
+        if errors:
+            raise self.explain(errors[0]) from errors[0]
+        return found[0]
+
+    def explain(self, error: Exception) -> PipelineError:
+        """The error to raise after a connection was lost, or after this rank's own GPU failed."""
+        if (fault := gpu_fault()) is not None:
+            return PipelineError(
+                f"the GPU of rank {self.rank} failed",
+                got=fault,
+                fix="start this process again; CUDA_LAUNCH_BLOCKING=1 shows which operation failed",
+            )
         lost = self.watch.cause() if self.watch is not None else LostRank(None, str(error))
         return lost.error(self.rank)
 
+    def _peer_closed(self) -> bool:
+        return _sockets.any_closed(self._peers)
+
     def wake(self) -> None:
-        """Cut the connections of all groups, so that threads that wait on them wake up."""
+        """Cut the connections of all groups and abort all communicators, so that threads and GPUs that wait wake up.
+
+        What a GPU computes after that is garbage. So whoever waits for a GPU must look at ``watch.lost`` afterwards.
+        """
         _sockets.cut(self._sockets, self._store_port)
+        self._abort()
+
+    def _abort(self) -> None:
+        # NCCL frees what a call that is under way may still use. Only one that hangs is not waited for.
+        free = self._posting.acquire(timeout=_POSTING_SECONDS)
+        try:
+            self._aborted = True
+        finally:
+            if free:
+                self._posting.release()
         distributed.abort_communicators(self._communicators)
+
+    def post(self, communicator: Any, tensors: Sequence[Tensor], peer: int, *, is_send: bool) -> distributed.StreamWork:
+        """Start to send or to receive over a communicator (``distributed.post_message``)."""
+        call = distributed.post_message
+        work: distributed.StreamWork = self.attempt(self._start, call, communicator, tensors, peer, is_send=is_send)
+        return work
+
+    def _start(self, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Start an operation on a communicator, unless they were aborted."""
+        with self._posting:
+            if self._aborted:
+                raise RuntimeError("the communicators were aborted")
+            return call(*arguments, **options)
 
     def tell(self, error: BaseException) -> None:
         """Tell the other ranks of this rank's error, unless it is about the loss of another."""
@@ -133,7 +202,7 @@ class ProcessGroups:
         if self.watch is not None:
             self.watch.stop()
         if failed:
-            distributed.abort_communicators(self._communicators)
+            self._abort()
             groups = (self.activations, self.gradients, self.control, *self._disposable)
             self._disposable = list({id(group): group for group in groups}.values())
             del groups

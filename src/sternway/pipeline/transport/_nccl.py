@@ -13,6 +13,8 @@ allocator hands them out again when both are done with them. What is sent is hel
 
 NCCL connects two ranks when they first use a communicator, and waits for both. That is done when an edge is opened, in
 the one order that all ranks follow (``_order.edges_of``). Later, in a step, it would deadlock.
+
+When a rank is lost, communicators are aborted (``_groups.py``): then operations end at once, with garbage.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from sternway._torch import distributed
+from sternway._torch.distributed import StreamWork
+from sternway.pipeline.faults._stream_watch import StreamWatch
 from sternway.pipeline.transport._carrier import Arriving, Carrier
 from sternway.pipeline.transport._groups import ProcessGroups
 from sternway.pipeline.transport._order import RankEdge, edges_of
@@ -43,8 +46,15 @@ class NcclCarrier(Carrier):
     def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
         self._groups, self._device = groups, device
         self._open: dict[RankEdge, Any] = {}
-        self._sending: dict[RankEdge, deque[tuple[Any, list[Tensor]]]] = {}  # works, and the tensors they read
+        self._sending: dict[RankEdge, deque[tuple[StreamWork, list[Tensor]]]] = {}  # and the tensors they read
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+        self._watch = StreamWatch(self._failed)
+        if groups.watch is not None:
+            groups.watch.follow(waits=self._watch.waits)
+
+    def _failed(self, error: str) -> None:
+        if self._groups.watch is not None:
+            self._groups.watch.tell(f"its GPU failed: {error}")
 
     def connect(self, schedule: Schedule, routes: Routes) -> None:
         for edge in edges_of(schedule, routes):
@@ -58,12 +68,12 @@ class NcclCarrier(Carrier):
             self._post(edge, [first]).wait()
         return self._open[edge]
 
-    def _post(self, edge: RankEdge, tensors: Sequence[Tensor]) -> Any:
+    def _post(self, edge: RankEdge, tensors: Sequence[Tensor]) -> StreamWork:
         is_send = self._groups.rank == edge.source
-        communicator = self._communicator(edge)
-        return self._groups.attempt(distributed.post_message, communicator, tensors, int(is_send), is_send=is_send)
+        return self._groups.post(self._communicator(edge), tensors, int(is_send), is_send=is_send)
 
     def send(self, key: MessageKey, tensors: Sequence[Tensor], target: int) -> None:
+        self._watch.begin()
         edge = RankEdge(self._groups.rank, target, key.channel, key.is_gradient)
         sending = self._sending.setdefault(edge, deque())
         _drop_completed(sending)
@@ -71,6 +81,7 @@ class NcclCarrier(Carrier):
             sending.append((self._post(edge, parts), parts))
 
     def receive(self, key: MessageKey, spec: Spec, source: int) -> Arriving:
+        self._watch.begin()
         edge = RankEdge(source, self._groups.rank, key.channel, key.is_gradient)
         # The host is far ahead: without this the receive would occupy the GPU long before its message is made.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -86,6 +97,9 @@ class NcclCarrier(Carrier):
     def end_step(self) -> None:
         for sending in self._sending.values():
             _drop_completed(sending)
+        end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's
+        end.record(torch.cuda.current_stream(self._device))
+        self._watch.end(end)
 
     def round_trip(self, message: Tensor, peer: int) -> float:
         """Over the edges that a pipeline will most likely use later: activations there, gradients back."""
@@ -101,13 +115,16 @@ class NcclCarrier(Carrier):
         return time.perf_counter() - start
 
     def drop(self) -> None:
+        self._watch.stop()
         self._sending.clear()
         self._open.clear()
 
 
 @final
 class _OnStream(Arriving):
-    def __init__(self, tensors: list[Tensor], work: Any, groups: ProcessGroups, device: torch.device) -> None:
+    def __init__(
+        self, tensors: list[Tensor], work: StreamWork | None, groups: ProcessGroups, device: torch.device
+    ) -> None:
         self.tensors, self._work, self._groups, self._device = tensors, work, groups, device
 
     def wait(self) -> None:
@@ -124,6 +141,6 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _drop_completed(sending: deque[tuple[Any, list[Tensor]]]) -> None:
+def _drop_completed(sending: deque[tuple[StreamWork, list[Tensor]]]) -> None:
     while sending and sending[0][0].is_completed():
         sending.popleft()

@@ -93,6 +93,16 @@ def with_index(device: torch.device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
+def gpu_fault() -> str | None:
+    """What is wrong with the current GPU, if it failed, as after an assertion in a kernel. Does not wait for it."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's
+        try:
+            torch.cuda.current_stream().query()
+        except RuntimeError as error:
+            return str(error).partition("\n")[0]
+    return None
+
+
 def one_kind(devices: Sequence[torch.device | None]) -> str:
     """The kind of device of all ranks, those left out that have no tensors.
 

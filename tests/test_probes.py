@@ -1,0 +1,54 @@
+"""Probes say how many hooks they register, so that nobody else's are taken for theirs."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from sternway._torch import Probe, all_probes
+from sternway._torch.hooks import hooks_registered
+
+
+@pytest.mark.parametrize("probe", [each for each in all_probes() if each.hooks], ids=lambda each: each.name)
+def test_a_probe_registers_as_many_hooks_as_it_says(probe: Probe) -> None:
+    assert probe.fault() is None
+    before = RemovableHandle.next_id, hooks_registered()
+    assert probe.fault() is None
+    assert (RemovableHandle.next_id, hooks_registered()) == (before[0] + probe.hooks, before[1])
+
+
+def test_a_hook_of_another_thread_is_not_taken_for_a_probes() -> None:
+    """It was: whatever was registered anywhere while a probe ran was left out, and W went past such a hook."""
+    tensor = torch.zeros(2, requires_grad=True)
+
+    def check() -> bool:
+        torch.zeros(2, requires_grad=True).register_hook(lambda grad: None)
+        other = threading.Thread(target=lambda: tensor.register_hook(lambda grad: None))
+        other.start()
+        other.join()
+        return True
+
+    before = hooks_registered()
+    assert Probe("a name", "does something", ("split",), check, hooks=1).fault() is None
+    assert hooks_registered() == before + 1
+
+
+def test_a_probe_that_registers_fewer_hooks_than_it_says_fails() -> None:
+    before = hooks_registered()
+    assert Probe("a name", "does something", ("split",), lambda: True, hooks=1).fault() == (
+        "fewer hooks than 1 registered"
+    )
+    assert hooks_registered() == before
+
+
+def test_the_hooks_of_a_probe_that_fails_count_as_anybodys() -> None:
+    def check() -> bool:
+        torch.zeros(2, requires_grad=True).register_hook(lambda grad: None)
+        return False
+
+    before = hooks_registered()
+    assert Probe("a name", "does something", ("split",), check, hooks=1).fault() == "something else"
+    assert hooks_registered() == before + 1
