@@ -23,7 +23,10 @@ import torch
 def split_backward() -> Iterator[None]:
     """Every ``backward()`` is done in two halves, I then W, where the split offers what is asked for."""
     from sternway import split
+    from sternway._torch import require
 
+    for feature in ("split", "split.checkpoint"):  # probes run backwards of their own
+        require(feature)
     plain = torch.autograd.backward
 
     def backward(
