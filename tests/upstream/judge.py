@@ -2,8 +2,8 @@
 
     make upstream TORCH_TESTS=~/pytorch/test          # a checkout of the release that is installed
 
-A test that passes on torch and not on ours is a difference. Every difference that we know is in ``explained.toml``, with
-its reason; another one makes the exit code 1. One that has gone is reported, so that the list stays true.
+A test that passes on torch and not on ours is a difference. Every difference that we know is in ``explained.toml``,
+with its reason; another one makes the exit code 1. One that has gone is reported, so that the list stays true.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class Verdict:
         )
 
 
-HEADER = "| suite | way | torch passes | ours passes | explained | not explained |\n| --- | --- | --- | --- | --- | --- |"
+HEADER = (
+    "| suite | way | torch passes | ours passes | explained | not explained |\n| --- | --- | --- | --- | --- | --- |"
+)
 
 
 def judge(suite: Suite, theirs: dict[str, str], ours: dict[str, str], known: Iterable[Explanation]) -> Verdict:

@@ -89,7 +89,6 @@ WAYS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--way", choices=sorted(WAYS), default="torch", help="what of torch is replaced by ours")
     parser.addoption("--outcomes", type=Path, help="a file for the outcome of every test, and why it failed")

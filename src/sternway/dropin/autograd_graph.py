@@ -76,7 +76,7 @@ def register_multi_grad_hook(
 
 
 class saved_tensors_hooks(_torch.saved_tensors_hooks):  # noqa: N801 - torch's name
-    """A pair of pack / unpack hooks for saved tensors, as torch's; the policies around it have what ``pack_hook`` returns.
+    """A pair of pack / unpack hooks for saved tensors, as torch's; policies around it have what ``pack_hook`` returns.
 
     Example:
         >>> x = torch.ones(5, requires_grad=True)
