@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from sweep import Subject, Tally, backward, crash, differs, modules, operators
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sternway import saved
 from sternway.saved._offloader import Offloader
@@ -46,10 +47,37 @@ def check_lossless(subject: Subject, policies: dict[str, saved.Policy], tally: T
     tally.samples += 1
     for name, policy in policies.items():
         ours = _under(policy, f"{subject.name} {name}", subject, tally)
-        for mine, their in zip(ours, theirs if ours else (), strict=True):
-            tally.comparisons += 1
-            if problem := differs(mine.grad, their.grad, rtol=0, atol=0):
+        tally.comparisons += len(ours)
+        if ours and (problem := _first_difference(ours, theirs)):
+            if _torch_changes_it(subject, theirs):
+                tally.skipped += 1
+            else:
                 tally.faults.append(f"{subject.name} {name}: {problem}")
+
+
+def _first_difference(ours: list[Tensor], theirs: list[Tensor]) -> str | None:
+    problems = [differs(mine.grad, their.grad, rtol=0, atol=0) for mine, their in zip(ours, theirs, strict=True)]
+    return next(filter(None, problems), None)
+
+
+class _Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def _torch_changes_it(subject: Subject, theirs: list[Tensor]) -> bool:
+    """Whether torch's own means change a sample's gradients: hooks that copy, or a mode that does nothing.
+
+    ``rrelu`` fills a tensor with noise after the hooks have had it. A complex ``pinverse`` takes another way in a mode.
+    """
+    copying = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor)
+    for context in (copying, _Nothing()):
+        with context:
+            leaves, outputs = subject.build()
+        backward(outputs, subject.name)
+        if _first_difference(leaves, theirs):
+            return True
+    return False
 
 
 def _under(policy: AbstractContextManager[Any], name: str, subject: Subject, tally: Tally) -> list[Tensor]:
@@ -97,7 +125,9 @@ def _sign(mine: Tensor, their: Tensor) -> str | None:
         return differs(mine, their, rtol=0, atol=0)
     if not torch.equal(mine.isnan(), their.isnan()):
         return "wrong: nan elsewhere"
-    return None if torch.equal(mine.nan_to_num().sign(), their.nan_to_num().sign()) else "wrong: another sign or zero"
+    normal = ~(their.abs() < torch.finfo(their.dtype).tiny) | (their == 0)  # memory that is never read may hold others
+    same = mine.nan_to_num().sign() == their.nan_to_num().sign()
+    return None if bool((same | ~normal).all()) else "wrong: another sign or zero"
 
 
 def sweep_saved(pick: Callable[[int], bool] = lambda number: True) -> Tally:
