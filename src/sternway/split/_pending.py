@@ -23,9 +23,12 @@ class Pending:
     Dropping it frees what it holds; the parameters then never get these gradients.
     """
 
-    def __init__(self, work: Iterable[Deferred], ran: Ran | None = None, undefined: Sequence[Node] = ()) -> None:
+    def __init__(
+        self, work: Iterable[Deferred], ran: Ran | None = None, undefined: Sequence[Node] = (), exact: bool = False
+    ) -> None:
         self._work = list(work)  # run from the last to the first
         self._ran = ran or {}
+        self._exact = exact
         self._undefined = undefined  # leaves that no gradient arrived at, whose hooks run all the same
         self._accumulator: Accumulator | None = None  # while it runs
         self._state = "waiting"
@@ -92,7 +95,7 @@ class Pending:
         self._state = "failed half-way"
         for each in self._work:
             each.check()
-        self._accumulator = accumulator = Accumulator({**self._late, **self._early})
+        self._accumulator = accumulator = Accumulator({**self._late, **self._early}, self._exact)
         with torch.no_grad(), hiding(self._ran):
             while self._work:
                 self._work.pop().run(accumulator)

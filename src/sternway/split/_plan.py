@@ -32,9 +32,9 @@ from torch.autograd.function import BackwardCFunction
 from sternway._torch import require
 from sternway._torch.autograd import gradient_slots
 from sternway._torch.compile import COMPILED_NODE
-from sternway._torch.nodes import ACCUMULATE_GRAD, TO_COPY, TRANSPOSE, T, signed, transposed_dims
+from sternway._torch.nodes import ACCUMULATE_GRAD, TO_COPY, TRANSPOSE, T
 from sternway._torch.parallel import in_process_group
-from sternway.split._part import Cut, Edge, Node, Packing, Part, packing
+from sternway.split._part import Cut, Edge, Node, Packing, Part, is_transpose, packing
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._unseen import UNSEEN
 from sternway.split._unsupported import UNSUPPORTED, refuse_spent
@@ -106,7 +106,7 @@ def direct_target(edge: Edge, stop_at: set[Node]) -> tuple[Node | None, bool]:
             return node, transposed
         if not UNSEEN.beyond(node):
             break  # there may be a hook on what it made
-        if kind is T or (kind is TRANSPOSE and _swaps_last_two(node)):
+        if kind is T or (kind is TRANSPOSE and is_transpose(node)):
             transposed = not transposed
         elif kind is TO_COPY and not cast and _changes_precision_only(node):
             cast = True  # a second one might round in between
@@ -120,11 +120,6 @@ def _changes_precision_only(node: Node) -> bool:
     child, index = node.next_functions[0]
     after, before = gradient_slots(node)[0], gradient_slots(child)[index]
     return bool(after.device == before.device and after.dtype.is_complex == before.dtype.is_complex)
-
-
-def _swaps_last_two(node: Node) -> bool:
-    ndim = len(gradient_slots(node)[0].shape)
-    return {signed(dim) % ndim for dim in transposed_dims(node)} == {ndim - 2, ndim - 1}
 
 
 class _Planner:

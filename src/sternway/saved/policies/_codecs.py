@@ -40,6 +40,12 @@ class Codec(ABC):
         """The flat tensor, of ``nbytes`` and ``dtype``."""
 
 
+_SMALLEST = 2.0**-126
+"""The smallest scale of a block."""
+_TINY = 2.0**-17  # of 126: about a thousandth of a step
+_FP8_SMALLEST = 2.0**-9
+
+
 class Bf16(Codec):
     """Rounding to bfloat16."""
 
@@ -56,7 +62,11 @@ class Bf16(Codec):
 
 
 class Blockwise(Codec):
-    """One byte per element and one float32 scale per block; subclasses say what the byte is."""
+    """One byte per element and one float32 scale per block; subclasses say what the byte is.
+
+    A number that is not zero never becomes zero, however small: whether it is, and its sign, decide what the backward
+    of a ReLU lets through.
+    """
 
     limit: float
     """What the largest finite magnitude of a block is scaled to."""
@@ -74,8 +84,8 @@ class Blockwise(Codec):
             size = torch.where(rows.isfinite(), rows.abs(), 0.0).amax(1, keepdim=True)
         payload = torch.empty(blocks * (BLOCK + 4), dtype=torch.uint8, device=flat.device)
         scale = payload[: 4 * blocks].view(torch.float32).view(blocks, 1)
-        scale.copy_(size / self.limit)
-        # A block of nothing but zeros (or of numbers too small to divide by) has scale 0 and decodes to zeros.
+        scale.copy_(torch.where(size > 0, (size / self.limit).clamp_min(_SMALLEST), 0.0))
+        # A block of nothing but zeros has scale 0. Where 1 / scale overflows, all numbers are too small for a code.
         inverse = torch.where(scale > 0, 1 / scale, 0.0)
         inverse = torch.where(inverse.isfinite(), inverse, 0.0)
         self._write(torch.mul(rows, inverse), rows, payload[4 * blocks :].view(blocks, BLOCK))
@@ -95,19 +105,21 @@ class Blockwise(Codec):
 
 
 class Int8(Blockwise):
-    """Codes -126 … 126 for finite numbers, ±127 for the infinities, -128 for NaN."""
+    """Codes -125 … 125 for finite numbers, ±126 for those that round to zero, ±127 for the infinities, -128 for NaN."""
 
     name = "int8"
-    limit = 126.0
+    limit = 125.0
 
     def _write(self, scaled: Tensor, rows: Tensor, codes: Tensor) -> None:
-        scaled = scaled.round_().clamp_(-126, 126)
+        scaled = scaled.round_().clamp_(-125, 125)
+        tiny = (scaled == 0) & (rows != 0)
+        scaled = torch.where(tiny, torch.copysign(torch.full_like(rows, 126), rows), scaled)
         scaled.masked_fill_(rows == torch.inf, 127).masked_fill_(rows == -torch.inf, -127)
         codes.view(torch.int8).copy_(scaled.masked_fill_(rows.isnan(), -128))
 
     def _read(self, codes: Tensor, scale: Tensor) -> Tensor:
         levels = codes.view(torch.int8).to(torch.float32)
-        rows = levels * scale
+        rows = torch.where(levels.abs() == 126, levels * _TINY, levels) * scale
         rows.masked_fill_(levels == 127, torch.inf).masked_fill_(levels == -127, -torch.inf)
         return rows.masked_fill_(levels == -128, torch.nan)
 
@@ -120,6 +132,8 @@ class Fp8(Blockwise):
 
     def _write(self, scaled: Tensor, rows: Tensor, codes: Tensor) -> None:
         scaled = scaled.clamp_(-416, 416)
+        tiny = (scaled.abs() < _FP8_SMALLEST) & (rows != 0)
+        scaled = torch.where(tiny, torch.copysign(torch.full_like(rows, _FP8_SMALLEST), rows), scaled)
         scaled.masked_fill_(rows == torch.inf, 448).masked_fill_(rows == -torch.inf, -448)
         codes.view(torch.float8_e4m3fn).copy_(scaled.masked_fill_(rows.isnan(), torch.nan))
 
