@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from compare import assert_split_equals_backward, names
 from sternway import split
-from sternway._torch import all_probes, nodes, require
+from sternway._torch import all_probes, operands, require
 from sternway.errors import SplitError, UnsupportedTorch
 from sternway.split._rules import RULES
 
@@ -186,7 +186,7 @@ def test_every_rule_of_ours_is_for_a_node_that_is_probed() -> None:
 
 
 def test_a_rule_for_a_node_that_torch_has_renamed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes.Bmm, "name", "StackedMmBackward0")
+    monkeypatch.setattr(operands.Bmm, "name", "StackedMmBackward0")
     require.cache_clear()
     y = nn.Linear(2, 2)(torch.ones(1, 2)).sum()
     with pytest.raises(UnsupportedTorch, match=r"BmmBackward0: .* must do what split need"):
