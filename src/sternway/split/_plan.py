@@ -147,6 +147,7 @@ class _Planner:
         self.behind = Behind(inputs)
         self.kinds: dict[type, Operands | None] = {}  # by node type: its name is made anew each time it is asked for
         self.spine: dict[Node, Sequence[Edge]] = {}  # with the edges that I follows
+        self.has_ends = False  # nodes on the spine with nothing but leaves below them: a branch ends in one
         self.reached: set[Edge] = set()
         self.ready: list[Node] = []
         self.cuts: list[Cut] = []
@@ -157,7 +158,9 @@ class _Planner:
 
     def set_aside(self, roots: Sequence[Edge]) -> None:
         """Take the branches that lead to no input off the spine."""
-        found = find_branches(self.spine, roots, self.inputs, self.cuts) if self.reached else None
+        if not self.reached or not self.has_ends:
+            return
+        found = find_branches(self.spine, roots, self.inputs, self.cuts)
         if found is None:
             return
         for edge in found.heavy:
@@ -236,14 +239,22 @@ class _Planner:
             elif kind in self.opaque_kinds:
                 edges = self.past_leaves(node, edges)
             spine[node] = edges
+            is_end = True
             for edge in edges:
                 child = edge[0]
                 if child is None:
                     continue
                 if child in stop_nodes and edge in stops:
                     self.reached.add(edge)
-                else:
+                    is_end = False
+                elif type(child) is not ACCUMULATE_GRAD:
                     stack.append(child)
+                    is_end = False
+                elif child not in spine:
+                    spine[child] = ()
+                    self.ready.append(child)
+            if is_end:
+                self.has_ends = True
 
     def look_up(self, kind: type, node: Node) -> Operands | None:
         """The rules for a kind of node, if any; raises SplitError for one that cannot be split."""
