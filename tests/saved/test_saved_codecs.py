@@ -98,7 +98,7 @@ class _Convnet(nn.Module):
 
 @pytest.mark.parametrize("joined", ["plain", "sum", "dense"])
 def test_gradients_through_relu_point_the_same_way(joined: str) -> None:
-    """Small positives were rounded to 0, where ReLU's backward reads its mask; the gradients turned, and nobody knew."""
+    """Small positives were rounded to 0, where ReLU's backward reads its mask: the gradients turned, silently."""
     model, x = _Convnet(joined), torch.randn(8, 3, 16, 16)
 
     def gradient(policy: AbstractContextManager[object]) -> Tensor:
