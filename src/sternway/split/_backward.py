@@ -84,10 +84,11 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
     ready = [(leaf, grad) for leaf, grad in of_leaves if grad is not None]
     ready += [part for offer in offers for part in offer.ready]
     at_branches = list(zip(plan.branches, of_nodes[len(nodes) :], strict=False))
+    missed = [part for part, grad in at_branches if grad is None]
+    missed += [part for cut in plan.cuts if not cut.grads or cut.grads[0][0] is None for part in cut.parts]
+    undefined = [leaf for leaf, grad in of_leaves if grad is None] + [leaf for part in missed for leaf in part.leaves()]
     direct, through_graph = deferred_work(plan.cuts, ready, [pair for pair in at_branches if pair[1] is not None])
     work: list[Deferred] = [direct, *(offer.work for offer in offers if offer.work is not None), through_graph]
-    undefined = [leaf for leaf, grad in of_leaves if grad is None]
-    undefined += [leaf for part, grad in at_branches if grad is None for leaf in part.leaves()]
     pending = Pending(work, ran, undefined, group)
     refuse_resharded(pending.deferred)
     grad_at = dict(zip(places, found, strict=False)) | stopped

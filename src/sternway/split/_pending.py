@@ -40,7 +40,8 @@ class Pending:
             self._late.update(dict.fromkeys(each.late))
             self._early.update(dict.fromkeys(each.early))
         # Leaves that no gradient arrived at, whose hooks run all the same.
-        self._undefined = [leaf for leaf in dict.fromkeys(undefined) if leaf not in self._late]
+        got = self._late.keys() | self._early.keys()
+        self._undefined = [leaf for leaf in dict.fromkeys(undefined) if leaf not in got]
         if not self._late.keys().isdisjoint(self._ran):
             raise SplitError(
                 "a hook cannot be put on a parameter during I if only part of its gradient is computed there",

@@ -152,6 +152,7 @@ class _Planner:
         self.ready: list[Node] = []
         self.cuts: list[Cut] = []
         self.branches: dict[Edge, Part] = {}
+        self.asked: set[Node] = set()  # where branches begin
         self.recomputes = False
         self.opaque: list[OpaqueNode] = []
         self.opaque_kinds: set[type] = set()
@@ -165,14 +166,25 @@ class _Planner:
             return
         for edge in found.heavy:
             if UNSEEN.beyond(edge[0]) and self.can_pass(edge):  # hooks on what it made would run in I and in W
-                self.branches[edge] = Part(edge, None)
-        self.stops.update(self.branches)
-        self.stop_nodes.update(node for node, _ in self.branches)
+                self.add_branch(edge)
         self.spine = {node: edges for node, edges in self.spine.items() if node in found.leading}
         self.cuts = [cut for cut in self.cuts if cut.node in found.leading]
         self.opaque = [opaque for opaque in self.opaque if opaque.node in found.leading]
         self.ready = []
         self.walk([edge[0] for edge in (*found.heavy, *found.light) if edge not in self.branches])
+
+    def add_branch(self, edge: Edge) -> None:
+        self.branches[edge] = Part(edge, None)
+        self.asked.add(edge[0])
+        self.stops.add(edge)
+        self.stop_nodes.add(edge[0])
+
+    def joins_branch(self, edge: Edge) -> bool:
+        """Whether a branch begins at the node below ``edge``; then it begins at this edge too."""
+        if edge[0] not in self.asked:
+            return False
+        self.add_branch(edge)
+        return True
 
     def settle(self) -> None:
         """Put what was deferred back on the spine where I reaches what lies behind it in another way.
@@ -181,30 +193,28 @@ class _Planner:
         cannot be deferred. Walking it extends the spine, which may reach what lies behind other edges.
         """
         while True:
-            spine, asked = self.spine, {node for node, _ in self.branches}
+            spine, asked = self.spine, self.asked
             clashes = [
                 (cut, part)
                 for cut in self.cuts
                 for part in cut.parts
                 if (part.leaf in spine if part.leaf is not None else meets(part.edge, spine, asked))
             ]
-            back = [edge for edge in self.branches if self.is_reached(edge, asked)]
+            back = {node for node in asked if self.is_reached(node)}
             if not clashes and not back:
                 return
             for cut, part in clashes:
                 cut.parts.remove(part)
                 cut.runs_in_i = True
-            for edge in back:
-                del self.branches[edge]
-                self.stops.remove(edge)
-            self.walk([part.edge[0] for _, part in clashes] + [node for node, _ in back])
+            self.asked -= back
+            self.stops -= {edge for edge in self.branches if edge[0] in back}
+            self.branches = {edge: part for edge, part in self.branches.items() if edge[0] not in back}
+            self.walk([part.edge[0] for _, part in clashes] + list(back))
 
-    def is_reached(self, branch: Edge, asked: set[Node]) -> bool:
-        """Whether I reaches what lies behind a branch in another way."""
-        node = branch[0]
-        return node in self.spine or any(
-            meets(edge, self.spine, asked) for edge in node.next_functions if edge[0] is not None
-        )
+    def is_reached(self, node: Node) -> bool:
+        """Whether I reaches a node where a branch begins, or what lies behind it, in another way."""
+        below = [edge for edge in node.next_functions if edge[0] is not None]
+        return node in self.spine or any(meets(edge, self.spine, self.asked) for edge in below)
 
     def triggers(self) -> list[Node]:
         """For each compiled graph with nothing but leaves below it, one of the leaves that nothing defers."""
@@ -244,7 +254,7 @@ class _Planner:
                 child = edge[0]
                 if child is None:
                     continue
-                if child in stop_nodes and edge in stops:
+                if child in stop_nodes and (edge in stops or self.joins_branch(edge)):
                     self.reached.add(edge)
                     is_end = False
                 elif type(child) is not ACCUMULATE_GRAD:
