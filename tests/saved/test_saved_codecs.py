@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -87,6 +89,40 @@ def test_the_gradient_of_a_relu_is_exact() -> None:
     y.backward(torch.ones(4096))
     assert report.ratio > 3
     assert torch.equal(x.grad, (x > 0).float())  # type: ignore[arg-type]
+
+
+class _Convnet(nn.Module):
+    """Four blocks of convolution, norm and ReLU, joined as a VGG's, a ResNet's or a DenseNet's are."""
+
+    def __init__(self, joined: str, width: int = 16) -> None:
+        super().__init__()
+        self.joined = joined
+        inputs = [3] + [width * i if joined == "dense" else width for i in range(1, 4)]
+        blocks = ((nn.Conv2d(i, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()) for i in inputs)
+        self.blocks = nn.ModuleList(nn.Sequential(*block) for block in blocks)
+        self.head = nn.Linear(4 * width if joined == "dense" else width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            y = block(x)
+            x = y if self.joined == "plain" or index == 0 else x + y if self.joined == "sum" else torch.cat((x, y), 1)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("joined", ["plain", "sum", "dense"])
+def test_gradients_through_relu_point_the_same_way(joined: str) -> None:
+    """Small positives were rounded to 0, where ReLU's backward reads its mask: the gradients turned, silently."""
+    model, x = _Convnet(joined), torch.randn(8, 3, 16, 16)
+
+    def gradient(policy: AbstractContextManager[object]) -> Tensor:
+        model.zero_grad()
+        with policy:
+            loss = F.cross_entropy(model(x), torch.arange(8))
+        loss.backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])  # type: ignore[union-attr]
+
+    same = F.cosine_similarity(gradient(saved.compress("int8", min_bytes=0)), gradient(nullcontext()), dim=0)
+    assert same > 0.9995
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
