@@ -17,7 +17,6 @@ import argparse
 import functools
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -269,7 +268,6 @@ def main() -> None:
     cases = [case_of(arguments, int(dim)) for dim in dims.split(",")]
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    os.environ["CUDA_MODULE_LOADING"] = "EAGER"  # else torch's schedules hang when they load a kernel
     port, shared = free_port(), mps() if arguments.device == "cuda" else {}
     processes = [
         context.Process(target=run, args=(rank, port, cases, shared, arguments.limit, results))
