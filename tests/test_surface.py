@@ -107,6 +107,7 @@ SURFACE = {
         "CheckpointWarning",
         "Chunk",
         "DistTransport",
+        "GradScaler",
         "LocalTransport",
         "Pipeline",
         "Presplit",

@@ -1,24 +1,27 @@
-"""A training step on two processes, by torch.distributed.pipelining's schedules and by ours, in one run.
+"""Training steps on several processes, by torch.distributed.pipelining's schedules and by ours, in one run.
 
-    python benchmarks/pipeline/main.py [--json] [--rounds N] [--dims 64,256,512]
+    python benchmarks/pipeline/main.py [--ranks N] [--device cuda] [--dims 64,256,512] [--rounds N] [--json]
 
-Eight GPT blocks, eight microbatches of 2 × 64 tokens, two gloo ranks with one thread each. Each round runs one step in
-one process, one in both at once without a pipeline, and one step by every schedule, in turn. Efficiency is the
-one-process step over (ranks × pipeline step), the median of the rounds' own ratios: 1 is no idle time and no overhead.
-The two steps side by side say what the machine leaves of that when all its cores are at work.
+On CPUs: GPT blocks, two for each stage of a schedule with two stages a rank, microbatches of 2 × 64 tokens, gloo ranks
+with one thread each. On a GPU, which the ranks share as small GPUs (``tests/small_gpus.py``): eight blocks in bfloat16,
+eight microbatches of 4 × 512 tokens, NCCL.
+
+Each round times each row in turn: some steps that follow each other, as in training. Efficiency is the one-process time
+over (ranks × pipeline time), the median of the rounds' own ratios: 1 is no idle time and no overhead. *Side by side* is
+the one-process step on all ranks at once: what the machine leaves of 1 when all of it is at work.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
-import os
-import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,155 +34,245 @@ from torch.distributed.pipelining import schedules as torchs
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from models import gpt
 
+from gloo import free_port, join_group
+from small_gpus import become_small_gpu, mps
 from sternway import pipeline
 
-RANKS, MICROBATCHES, BLOCKS = 2, 8, 8
-TORCH = {  # name: stages on each rank
-    "ScheduleGPipe": ([0], [1]),
-    "Schedule1F1B": ([0], [1]),
-    "ScheduleInterleaved1F1B": ([0, 2], [1, 3]),
-    "ScheduleInterleavedZeroBubble": ([0, 2], [1, 3]),
-    "ScheduleZBVZeroBubble": ([0, 3], [1, 2]),
-    "ScheduleDualPipeV": ([0, 3], [1, 2]),
-}
-SIDE_BY_SIDE = "side by side, no pipeline"
+LOOPED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
+V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+TORCH = ("ScheduleGPipe", "Schedule1F1B", *LOOPED, *V_SHAPED)
 OURS = ("1f1b", "zb-h1", "zb-v", "auto")
+SIDE_BY_SIDE = "side by side, no pipeline"
+WARM_UP = 2
+
+Step = Callable[[Tensor, Tensor], Any]
 
 
-class OneProcess:
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and on what."""
+
+    ranks: int
+    device: str
+    dim: int
+    blocks: int
+    microbatches: int
+    rows: int  # of a microbatch
+    length: int
+    rounds: int
+    steps: int  # in one timing
+    torchs: tuple[str, ...]
+    ours: tuple[str, ...]
+
+    def model(self) -> nn.Sequential:
+        torch.manual_seed(0)
+        return gpt(self.dim, self.blocks, heads=max(4, self.dim // 128)).to(self.device, self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(1)
+        shape = self.microbatches * self.rows, self.length, self.dim
+        x, target = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(2))
+        return x, target
+
+
+def case_of(arguments: argparse.Namespace, dim: int) -> Case:
+    on_gpu, ranks = arguments.device == "cuda", arguments.ranks
+    v_shaped = on_gpu or torch.__version__ >= "2.13"  # torch 2.11's send to themselves there, which gloo refuses
+    return Case(
+        ranks, arguments.device, dim,
+        blocks=max(8, 2 * ranks),
+        microbatches=max(8, 2 * ranks),
+        rows=4 if on_gpu else 2,
+        length=512 if on_gpu else 64,
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+        torchs=tuple(name for name in arguments.torchs.split(",") if name and (v_shaped or name not in V_SHAPED)),
+        ours=tuple(arguments.ours.split(",")),
+    )  # fmt: skip
+
+
+# The rows
+
+
+def one_process(case: Case) -> Step:
     """The whole model on one process, microbatch by microbatch."""
+    model = case.model()
 
-    def __init__(self, dim: int) -> None:
-        self.model = _model(dim)
+    def step(x: Tensor, target: Tensor) -> None:
+        for part, goal in zip(x.chunk(case.microbatches), target.chunk(case.microbatches), strict=True):
+            (F.mse_loss(model(part), goal) / case.microbatches).backward()
 
-    def step(self, x: Tensor, target: Tensor) -> None:
-        for part, goal in zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True):
-            (F.mse_loss(self.model(part), goal) / MICROBATCHES).backward()
-
-
-def _model(dim: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    return gpt(dim, BLOCKS)
+    return step
 
 
-def torch_step(name: str, rank: int, dim: int) -> tuple[Callable[[Tensor, Tensor], Any], list[nn.Module]]:
-    mine, blocks = TORCH[name][rank], list(_model(dim))
-    count = sum(map(len, TORCH[name]))
-    size = BLOCKS // count
-    modules = [nn.Sequential(*blocks[i * size : (i + 1) * size]) for i in mine]
+def torch_step(name: str, rank: int, case: Case) -> Step:
+    """By a schedule of torch's."""
+    ranks = case.ranks
+    mine = [rank, rank + ranks] if name in LOOPED else [rank, 2 * ranks - 1 - rank] if name in V_SHAPED else [rank]
+    count, blocks = ranks * len(mine), list(case.model())
+    size = case.blocks // count
+    device = torch.device(case.device, 0) if case.device == "cuda" else torch.device("cpu")
     stages = [
-        pipelining.PipelineStage(module, i, count, torch.device("cpu")) for i, module in zip(mine, modules, strict=True)
+        pipelining.PipelineStage(nn.Sequential(*blocks[i * size : (i + 1) * size]), i, count, device) for i in mine
     ]
     kind = getattr(torchs, name)
     single = issubclass(kind, torchs.PipelineScheduleSingle)
-    schedule = kind(stages[0] if single else stages, MICROBATCHES, loss_fn=F.mse_loss)
+    schedule = kind(stages[0] if single else stages, case.microbatches, loss_fn=F.mse_loss)
 
     def step(x: Tensor, target: Tensor) -> None:
         arguments = (x,) if 0 in mine else ()
         options: dict[str, Any] = {"target": target, "losses": []} if count - 1 in mine else {}
         schedule.step(*arguments, **options)
 
-    return step, modules
+    return step
 
 
-def our_step(name: str, dim: int, sample: Tensor) -> tuple[Callable[[Tensor, Tensor], Any], pipeline.Pipeline]:
-    pipe = pipeline.Pipeline(
-        _model(dim),
-        schedule=name,
-        n_microbatches=MICROBATCHES,
-        loss_fn=F.mse_loss,
-        sample=sample if name == "auto" else None,
-        sample_target=torch.zeros_like(sample),
-    )
-    return lambda x, target: pipe.step(x, target=target), pipe
+def our_pipeline(name: str, case: Case) -> pipeline.Pipeline:
+    """By a schedule of ours."""
+    x, target = case.batch()
+    sample = (x[: case.rows], target[: case.rows]) if name == "auto" else (None, None)
+    return pipeline.Pipeline(
+        case.model(), schedule=name, n_microbatches=case.microbatches, loss_fn=F.mse_loss,
+        sample=sample[0], sample_target=sample[1],
+    )  # fmt: skip
 
 
-def run(rank: int, port: int, dims: list[int], rounds: int, results: Any) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    rows = [measure(rank, dim, rounds) for dim in dims]
+# Measuring
+
+
+def run(rank: int, port: int, cases: list[Case], shared: dict[str, str], limit: float, results: Any) -> None:
+    ranks = cases[0].ranks
+    if cases[0].device == "cuda":
+        become_small_gpu(rank, ranks, port, "eager", shared, timeout=limit)
+    else:
+        join_group(rank, ranks, port)
+    rows = [measure(rank, case) for case in cases]
     if rank == 0:
         results.put(rows)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(rank: int, dim: int, rounds: int) -> dict[str, Any]:
-    torch.manual_seed(1)
-    x, target = torch.randn(2 * MICROBATCHES, 64, dim), torch.randn(2 * MICROBATCHES, 64, dim)
-    alone = OneProcess(dim)
-    steps: dict[str, Callable[[Tensor, Tensor], Any]] = {}
-    for name in TORCH:
-        steps["torch " + name.removeprefix("Schedule")], _ = torch_step(name, rank, dim)
-    pipes = {}
-    for name in OURS:
-        steps["sternway " + name], pipes[name] = our_step(name, dim, x[:2])
+def measure(rank: int, case: Case) -> dict[str, Any]:
+    x, target = case.batch()
+    together = dist.new_group(backend="gloo")
+
+    def timed(step: Step | None) -> float:
+        """The seconds of a step among ``case.steps``, all ranks together."""
+        dist.barrier(together)
+        start = time.perf_counter()
+        for _ in range(case.steps if step is not None else 0):
+            assert step is not None
+            step(x, target)
+        if case.device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier(together)
+        return (time.perf_counter() - start) / case.steps
+
+    alone = one_process(case)
+    steps: dict[str, Step] = {}
+    for name in case.torchs:
+        steps["torch " + name.removeprefix("Schedule")] = torch_step(name, rank, case)
+    pipes = {name: our_pipeline(name, case) for name in case.ours}
+    for name, pipe in pipes.items():
+        steps["sternway " + name] = functools.partial(_our_step, pipe)
     seconds: dict[str, list[float]] = {name: [] for name in (SIDE_BY_SIDE, *steps)}
     single: list[float] = []
-    predicted: list[float] = []
     gc.disable()
-    for number in range(rounds + 2):  # two to warm up
+    for _ in range(case.rounds + WARM_UP):
         gc.collect()
-        dist.barrier()
-        if rank == 0:
-            start = time.perf_counter()
-            alone.step(x, target)
-            single.append(time.perf_counter() - start)
-        dist.barrier()
-        start = time.perf_counter()
-        alone.step(x, target)
-        dist.barrier()
-        seconds[SIDE_BY_SIDE].append((time.perf_counter() - start) / RANKS)  # as many times the work
+        single.append(timed(alone if rank == 0 else None))
+        seconds[SIDE_BY_SIDE].append(timed(alone) / case.ranks)  # as many times the work
         for name, step in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            result = step(x, target)
-            dist.barrier()
-            seconds[name].append(time.perf_counter() - start)
-            if name == "sternway auto" and number >= 2:
-                predicted.append(_planned(pipes["auto"]) / result.timeline.makespan)
+            seconds[name].append(timed(step))
+            if rank == 0:
+                sys.stderr.write(f"{name}: {1e3 * seconds[name][-1]:.1f} ms\n")  # a log of a hang says where
     gc.enable()
-    if rank:
-        return {}
-    single = single[2:]
+    seen = {name: pipe.step(x, target=target).timeline for name, pipe in pipes.items()}
+    for pipe in pipes.values():
+        pipe.close()
+    return _summary(case, single, seconds, pipes, seen) if rank == 0 else {}
+
+
+def _our_step(pipe: pipeline.Pipeline, x: Tensor, target: Tensor) -> None:
+    pipe.step(x, target=target)
+
+
+def _summary(
+    case: Case,
+    single: list[float],
+    seconds: dict[str, list[float]],
+    pipes: dict[str, pipeline.Pipeline],
+    seen: dict[str, Any],
+) -> dict[str, Any]:
     efficiency = {
-        name: statistics.median(one / (RANKS * s) for one, s in zip(single, values[2:], strict=True))
+        name: statistics.median(
+            one / (case.ranks * s) for one, s in zip(single[WARM_UP:], values[WARM_UP:], strict=True)
+        )
         for name, values in seconds.items()
     }
-    best = {who: max(v for k, v in efficiency.items() if k.startswith(who)) for who in ("torch", "sternway")}
+    best = {
+        who: max((v for k, v in efficiency.items() if k.startswith(who)), default=0.0) for who in ("torch", "stern")
+    }
     return {
-        "dim": dim,
-        "one_process_ms": 1e3 * statistics.median(single),
-        "step_ms": {name: 1e3 * statistics.median(values[2:]) for name, values in seconds.items()},
+        "ranks": case.ranks,
+        "device": case.device,
+        "dim": case.dim,
+        "one_process_ms": 1e3 * statistics.median(single[WARM_UP:]),
+        "step_ms": {name: 1e3 * statistics.median(values[WARM_UP:]) for name, values in seconds.items()},
         "efficiency": efficiency,
-        "best_torch": best["torch"],
-        "best_sternway": best["sternway"],
-        "over_torch": best["sternway"] / best["torch"],
-        "auto_schedule": pipes["auto"].schedule.name,
-        "planned_over_measured": statistics.median(predicted),
+        "over_torch": best["stern"] / best["torch"] if best["torch"] else None,
+        "schedules": {name: pipe.schedule.name for name, pipe in pipes.items()},
+        "one_step": {
+            name: {
+                "makespan_ms": 1e3 * t.makespan,
+                "busy_ms": [1e3 * s for s in t.busy],
+                "idle_ms": [1e3 * s for s in t.idle],
+                "action_ms": _by_kind(t),
+                "planned_ms": 1e3 * pipes[name].schedule.simulate(pipes[name].costs).makespan,
+                "costs": repr(pipes[name].costs),
+            }
+            for name, t in seen.items()
+        },
     }
 
 
-def _planned(pipe: pipeline.Pipeline) -> float:
-    return pipe.schedule.simulate(pipe.costs).makespan
+def _by_kind(timeline: Any) -> dict[str, float]:
+    """The median of each kind of action, in ms."""
+    kinds: dict[str, list[float]] = {}
+    for event in (event for rank in timeline.events for event in rank):
+        kinds.setdefault("+".join(a.op for a in event.action.actions), []).append(1e3 * (event.end - event.start))
+    return {kind: statistics.median(times) for kind, times in kinds.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--dims", default="64,256,512")
+    parser.add_argument("--steps", type=int, default=3, help="steps that follow each other in one timing")
+    parser.add_argument("--dims", default=None)
+    parser.add_argument("--limit", type=float, default=600, help="after so many seconds, GPU ranks say where they hang")
+    parser.add_argument("--ours", default=",".join(OURS))
+    parser.add_argument("--torchs", default=",".join(TORCH))
     arguments = parser.parse_args()
+    dims = arguments.dims or ("2048" if arguments.device == "cuda" else "64,256,512")
+    cases = [case_of(arguments, int(dim)) for dim in dims.split(",")]
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    dims = [int(dim) for dim in arguments.dims.split(",")]
-    processes = [context.Process(target=run, args=(r, port, dims, arguments.rounds, results)) for r in range(RANKS)]
+    port, shared = free_port(), mps() if arguments.device == "cuda" else {}
+    processes = [
+        context.Process(target=run, args=(rank, port, cases, shared, arguments.limit, results))
+        for rank in range(arguments.ranks)
+    ]
     for process in processes:
         process.start()
     rows = results.get()
@@ -187,18 +280,23 @@ def main() -> None:
         process.join()
     if arguments.json:
         print(json.dumps({"torch": torch.__version__, "rounds": arguments.rounds, "rows": rows}))
-        return
-    print(f"torch {torch.__version__}, {RANKS} gloo ranks, one thread each, {arguments.rounds} rounds\n")
+    else:
+        print_table(rows, arguments)
+
+
+def print_table(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    print(
+        f"torch {torch.__version__}, {arguments.ranks} ranks on {arguments.device}, {arguments.rounds} rounds of",
+        end="",
+    )
+    print(f" {arguments.steps} steps\n")
     print("| efficiency | " + " | ".join(f"d={row['dim']}" for row in rows) + " |")
     print("| --- " * (len(rows) + 1) + "|")
     for name in rows[0]["efficiency"]:
         print(f"| {name} | " + " | ".join(f"{row['efficiency'][name]:.2f}" for row in rows) + " |")
-    print("| **ours over torch's best** | " + " | ".join(f"**{row['over_torch']:.2f}**" for row in rows) + " |")
+    print("| **ours over torch's best** | " + " | ".join(f"**{row['over_torch'] or 0:.2f}**" for row in rows) + " |")
     print("| one process, ms | " + " | ".join(f"{row['one_process_ms']:.1f}" for row in rows) + " |")
-    print(
-        "| planned / measured makespan, auto | " + " | ".join(f"{r['planned_over_measured']:.2f}" for r in rows) + " |"
-    )
-    print("| auto chose | " + " | ".join(row["auto_schedule"] for row in rows) + " |")
+    print("| auto chose | " + " | ".join(row["schedules"].get("auto", "") for row in rows) + " |")
 
 
 if __name__ == "__main__":

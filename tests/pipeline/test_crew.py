@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 
 import pytest
+import torch
 
 from gloo import on_ranks
 from sternway.errors import CheckpointError, LostRankError, PipelineError, ScheduleError, SternwayError
@@ -50,9 +51,19 @@ def test_two_processes_raise_the_same() -> None:
     on_ranks(2, _one_fails)
 
 
-@pytest.mark.parametrize("square", [None, 0.0, 2.5, float("inf"), float("nan")])
-def test_facts_as_numbers(square: float | None) -> None:
-    facts = StepFacts(2**32 - 1, 2**31, True, square)
-    found = StepFacts.from_numbers([float(number) for number in facts.to_numbers()])
-    assert (found.schedule, found.shapes, found.training) == (2**32 - 1, 2**31, True)
-    assert repr(found.square) == repr(square)
+def test_facts_as_numbers() -> None:
+    facts = StepFacts(True, 2**32 - 1, 1, 2**32 - 1, 10**9, 2**63 - 1)
+    assert StepFacts.from_numbers(torch.tensor(facts.to_numbers(), dtype=torch.int64).tolist()) == facts
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (StepFacts(training=False, options=1), "all ranks must call step, or all evaluate; got evaluate here, step on"),
+        (StepFacts(training=True, options=2), "the same loss_everywhere, record and nonfinite"),
+        (StepFacts(training=True, options=1, trial=3), "or none; got a call here, no call on the first rank"),
+    ],
+)
+def test_a_rank_that_was_called_otherwise(other: StepFacts, message: str) -> None:
+    with pytest.raises(PipelineError, match=message):
+        StepFacts(training=True, options=1).check(other)

@@ -6,10 +6,6 @@ A start of processes costs seconds, so each test runs much in one.
 from __future__ import annotations
 
 import copy
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -22,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from compare import assert_same_grads
+from nccl_cases import CLOSE, DIM, batch, blocks, no_waits, said
 from small_gpus import Init, on_small_gpus
 from sternway import schedule
 from sternway.demo import GPT
@@ -33,41 +30,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("default"),  # cuBLAS says once that it made a context
 ]
-
-DIM = 32
-CLOSE = {"rtol": 2e-3, "atol": 5e-5}
-
-
-@contextmanager
-def said(rank: int, what: str) -> Iterator[None]:
-    """Print how long a part took: a log of a hang says where."""
-    start = time.perf_counter()
-    try:
-        yield
-    except BaseException as error:
-        sys.stderr.write(f"[rank {rank}] {what}: {type(error).__name__}\n")
-        raise
-    if rank == 0:
-        sys.stderr.write(f"[rank 0] {what}: {time.perf_counter() - start:.2f} s\n")
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    """A block in which any wait of the host for the GPU raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def blocks(count: int) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [gpt(DIM, 1, heads=2).cuda() for _ in range(count)]
-
-
-def batch(rows: int, length: int = 8) -> tuple[Tensor, Tensor]:
-    return torch.randn(rows, length, DIM, device="cuda"), torch.randn(rows, length, DIM, device="cuda")
 
 
 def compare(pipe: Pipeline, held: dict[int, nn.Module], reference: nn.Sequential, x: Tensor, target: Tensor) -> None:
@@ -91,11 +53,11 @@ def run_schedule(rank: int, ranks: int, name: str) -> None:
     compare(pipe, held, reference, *batch(rows))
     x, target = batch(rows)
     with no_waits():
-        for _ in range(2):
-            result = pipe.step(x, target=target, record=False)
+        results = [pipe.step(x, target=target, record=record) for record in (False, True)]
     for _ in range(2):
         loss = F.mse_loss(reference(x), target)
         loss.backward()
+    result = results[-1]
     last = plan.num_stages - 1
     assert (result.loss is None) == (last not in held)
     if result.loss is not None:
@@ -105,7 +67,7 @@ def run_schedule(rank: int, ranks: int, name: str) -> None:
         assert_same_grads(module, reference[index], **CLOSE)
     for length, size in ((4, rows), (8, rows), (8, rows - 1)):  # other shapes, and back, and microbatches of two sizes
         compare(pipe, held, reference, *batch(size, length))
-    timeline = pipe.step(x, target=target).timeline
+    timeline = result.timeline
     assert [[event.action for event in r] for r in timeline.events] == [list(r) for r in plan.actions]
     assert all(a.end <= b.start + 1e-5 for events in timeline.events for a, b in pairwise(events))
     outputs = pipe.evaluate(x, target=target, loss_everywhere=True)

@@ -3,6 +3,7 @@
 No other room touches a private name of torch; ``tests/test_seam.py`` holds that. One module an area:
 
     tensors       versions, views, storages
+    amp           loss scaling
     autograd      the engine, its graph tasks and its nodes
     hooks         hooks on tensors and nodes
     failures      errors of a failed backward

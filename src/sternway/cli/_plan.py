@@ -148,6 +148,7 @@ def _check_file(path: Path, costs: Costs, memory: float | None, out: Path | None
         "memory_limit": memory,
         "bubble_rate": timeline.bubble_rate,
         "makespan": timeline.makespan,
+        "period": timeline.period,
         "peak_memory": timeline.peak_memory,
         "idle": list(timeline.idle),
         "bottlenecks": [{"what": b.what, "time": b.time, "share": b.share} for b in timeline.bottlenecks],

@@ -13,6 +13,7 @@ from sternway.pipeline.build._profile import Profile, profile
 from sternway.pipeline.checkpoint._saving import CheckpointWarning, Resumed, Saving
 from sternway.pipeline.step._microbatch import Chunk, Presplit, Replicate
 from sternway.pipeline.step._result import StepResult
+from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.step._stage import WithSkips
 from sternway.pipeline.transport._dist import DistTransport
 from sternway.pipeline.transport._local import LocalTransport
@@ -22,6 +23,7 @@ __all__ = [
     "CheckpointWarning",
     "Chunk",
     "DistTransport",
+    "GradScaler",
     "LocalTransport",
     "Pipeline",
     "Presplit",

@@ -24,11 +24,12 @@ from sternway.pipeline.step._grads import DataParallel, Gradients, all_ties, che
 from sternway.pipeline.step._guard import Guard
 from sternway.pipeline.step._microbatch import Chunk, ChunkSpec
 from sternway.pipeline.step._result import StepResult
-from sternway.pipeline.step._runner import StepOptions, StepRunner, check_one_schedule
+from sternway.pipeline.step._runner import StepOptions, StepRunner
+from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.step._stage import LossFn, Stage, named_parameters
 from sternway.pipeline.transport._clock import clock_offsets
 from sternway.pipeline.transport._dist import default_transport
-from sternway.pipeline.transport._facts import StepFacts, checksum
+from sternway.pipeline.transport._facts import checksum
 from sternway.pipeline.transport._place import devices_of
 from sternway.pipeline.transport._routes import Routes
 from sternway.pipeline.transport._transport import Transport
@@ -52,7 +53,7 @@ class Pipeline:
         cuts: for a whole model, the names of the modules at which stages begin, or "balanced".
         sample: for a whole model, one microbatch to measure costs with; needed on the first rank only.
         sample_target: its target, to measure the loss, too.
-        memory_limit: for "auto", how many microbatches' activations a rank may keep; twice the ranks by default.
+        memory_limit: how many microbatches' activations a rank may keep; for "auto", twice the ranks by default.
         ranks: the number of ranks; the transport's by default.
         transport: ``DistTransport()`` over all processes by default.
         tied: groups of names of parameters that are one parameter: gradients are summed, values kept equal.
@@ -61,6 +62,8 @@ class Pipeline:
         chunk: how inputs and targets are cut: ``Chunk(dim)``, ``Presplit()`` or ``Replicate()``.
         dynamic: the shapes of stages' outputs may change from step to step even if those of the batch do not.
         saved: a policy of ``sternway.saved`` for what the stages save in F, or a function from a stage's index to one.
+        scaler: scales the loss, for gradients in float16.
+        reduce_dtype: sum the gradients of tied parameters and of copies in this dtype; in their own by default.
         heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to watch for none.
         reports: the folder for reports about failed steps; see ``docs/survive.md``.
 
@@ -93,13 +96,15 @@ class Pipeline:
         chunk: ChunkSpec = Chunk(0),  # noqa: B008 - frozen, so safely shared
         dynamic: bool = False,
         saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None = None,
+        scaler: GradScaler | None = None,
+        reduce_dtype: torch.dtype | None = None,
         heartbeat_timeout: float = 30,
         reports: str | Path | None = None,
     ) -> None:
         require("pipeline")
         check_arguments(
             stages=stages, schedule=schedule, n_microbatches=n_microbatches, ranks=ranks, transport=transport,
-            chunk=chunk, loss_fn=loss_fn, reports=reports, mesh=mesh,
+            chunk=chunk, loss_fn=loss_fn, reports=reports, mesh=mesh, scaler=scaler, reduce_dtype=reduce_dtype,
         )  # fmt: skip
         self.transport = transport or default_transport(mesh, dynamic, heartbeat_timeout)
         self.transport.place(devices_of(stages))
@@ -111,14 +116,17 @@ class Pipeline:
         )
         self._plan = _agreed_plan(request, self.transport)
         self.schedule, self.costs = self._plan.schedule, self._plan.costs
-        self.stages = _stages(self._plan, loss_fn, saved)
+        self.stages = _stages(self._plan, loss_fn, saved, scaler)
         ranks_here = self.transport.mine or tuple(range(ranks))
         routes = Routes(self.schedule.num_stages, checked_skips(skips, self.schedule.num_stages))
         self.transport.connect(self.schedule, routes)
         placement = {rank: self.schedule.placement[rank] for rank in ranks_here}
         self._ties = resolve_ties(all_ties(tied, stages), self.stages, placement, self.transport)
-        copies = None if mesh is None else DataParallel(self.transport.collective(mesh.get_group("dp")))
-        self._gradients = Gradients(self.stages, self._ties, self.transport, ranks, copies)
+        copies = None if mesh is None else self.transport.collective(mesh.get_group("dp"))
+        averaged = None if copies is None else DataParallel(copies, reduce_dtype)
+        self._gradients = Gradients(self.stages, self._ties, self.transport, ranks, averaged, reduce_dtype)
+        if scaler is not None:
+            scaler.connect(self.transport, ranks)
         self._guard = Guard(self.transport, ranks_here[0], Path(reports or default_folder()))
         self._runner = StepRunner(
             self.stages, self.schedule, routes, self.transport, ranks_here, self._gradients, self._guard,
@@ -149,7 +157,7 @@ class Pipeline:
             stage_kwargs: keyword arguments for every stage; needed on every rank.
             loss_everywhere: return the loss on every rank.
             return_outputs: return the outputs, on the rank of the last stage.
-            record: return what every rank ran and when, as ``result.timeline``.
+            record: note what every rank runs and when, for ``result.timeline``.
             nonfinite: what to do if the gradients of any rank are not finite: "raise" on all ranks, or "skip", which
                 sets all gradients to None, so that the optimizer does nothing. All ranks wait for each other to find
                 out; ``optimizer_step`` does not.
@@ -184,9 +192,10 @@ class Pipeline:
     ) -> None:
         """Take an optimizer step without waiting for the other ranks, and set the gradients to None.
 
-        Whether the gradients of all ranks were finite, and their norm at most ``max_norm``, is known when the next step
-        begins (or ``settle`` is called). If not, the step is undone exactly, and then repeated with clipped gradients,
-        skipped, or raised. Until then, copies of the parameters and of the optimizer's state are kept.
+        Whether the gradients of all ranks were finite, and their norm at most ``max_norm``, is looked at when the next
+        step is done (or ``settle`` is called). If not, the step is undone exactly, and then repeated with clipped
+        gradients, skipped, or raised, and the next step is run again. Until then, copies of the parameters and of the
+        optimizer's state are kept.
 
         Args:
             optimizer: made from ``pipe.parameters()``.
@@ -365,12 +374,19 @@ def _agreed_plan(request: BuildRequest, transport: Transport) -> BuildPlan:
     """The plan for this process, if all ranks have one, with the same schedule."""
     made: list[BuildPlan] = []
 
-    def prepare() -> StepFacts:
+    def prepare() -> int:
         made.append(make_plan(request, transport))
-        check_placement(made[0], request.ranks, transport)
-        return StepFacts(checksum(made[0].schedule.to_json()))
+        check_placement(made[0], request, transport)
+        return checksum(made[0].schedule.to_json())
 
-    check_one_schedule(transport.exchange(prepare), made[0].schedule)
+    found, schedule = transport.crew().agree(prepare), made[0].schedule
+    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+    if other is not None:
+        raise PipelineError(
+            "all ranks must run the same schedule",
+            got=f"another on rank {other} than on rank 0; here it is {schedule.name} of {schedule.n_microbatches}",
+            fix="build the pipeline from the same arguments on every rank",
+        )
     return made[0]
 
 
@@ -378,6 +394,7 @@ def _stages(
     plan: BuildPlan,
     loss_fn: LossFn | None,
     saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None,
+    scaler: GradScaler | None,
 ) -> dict[int, Stage]:
     last = plan.schedule.num_stages - 1
     return {
@@ -387,6 +404,7 @@ def _stages(
             is_last=index == last,
             loss_fn=loss_fn if index == last else None,
             saved=saved if saved is None or isinstance(saved, AbstractContextManager) else saved(index),
+            scale=None if scaler is None else scaler.scale,
         )
         for index, module in sorted(plan.modules.items())
     }

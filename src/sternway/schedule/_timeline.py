@@ -103,6 +103,22 @@ class Timeline:
         return self.to_svg()
 
     @property
+    def period(self) -> float:
+        """The time of a step when steps follow each other, and each rank begins the next one as soon as it is free.
+
+        If measured: ``span``, after which every rank could begin the same again.
+
+        Example:
+            >>> from sternway import schedule
+            >>> t = schedule.make("zb-h2", ranks=4, microbatches=8).simulate()
+            >>> t.makespan, t.period         # ranks start one after the other, but each is always at work
+            (27.0, 24.0)
+        """
+        from sternway.schedule._period import period_of
+
+        return period_of(self.schedule, self.costs) if self.critical_path else self.span
+
+    @property
     def peaks(self) -> tuple[float, ...]:
         """For each rank, its largest memory."""
         return tuple(peak(self.schedule, rank, self.costs.memory_after_I) for rank in range(self.schedule.ranks))

@@ -6,14 +6,18 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from sternway.errors import PipelineError
-from sternway.pipeline.build._plan import BuildPlan
+from sternway.pipeline.build._plan import BuildPlan, BuildRequest
 from sternway.pipeline.step._microbatch import ChunkSpec
+from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.transport._routes import MAIN
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule
+
+EPSILON = 1e-9  # rounding
 
 
 def _is_count(value: Any) -> bool:
@@ -28,6 +32,11 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "transport": ("be a Transport", lambda value: isinstance(value, Transport | None)),
     "chunk": ("be Chunk(dim), Presplit() or Replicate()", lambda value: isinstance(value, ChunkSpec)),
     "loss_fn": ("be a function of output and target", lambda value: value is None or callable(value)),
+    "scaler": ("be a sternway.pipeline.GradScaler", lambda value: isinstance(value, GradScaler | None)),
+    "reduce_dtype": (
+        "be a floating dtype",
+        lambda value: value is None or (isinstance(value, torch.dtype) and value.is_floating_point),
+    ),
     "mesh": ("be a DeviceMesh", lambda value: value is None or hasattr(value, "get_group")),
     "reports": ("be a folder", lambda value: isinstance(value, str | os.PathLike | None)),
 }
@@ -42,14 +51,21 @@ def check_arguments(**arguments: Any) -> None:
             raise PipelineError(f"{name} must {rule}", got=got, fix="see the arguments of Pipeline")
 
 
-def check_placement(plan: BuildPlan, ranks: int, transport: Transport) -> None:
-    """Raise unless the schedule is valid, is for these ranks, and places exactly the stages that are here on them."""
-    schedule = plan.schedule.check()
+def check_placement(plan: BuildPlan, request: BuildRequest, transport: Transport) -> None:
+    """Raise unless the schedule is valid, for these ranks, within the memory, and places just these stages here."""
+    schedule, ranks, limit = plan.schedule.check(), request.ranks, request.memory_limit
     if schedule.ranks != ranks:
         raise PipelineError(
             f"schedule {schedule.name} is for {schedule.ranks} ranks",
             got=f"{ranks} ranks",
             fix="make one for that many",
+        )
+    peak = schedule.simulate(plan.costs).peak_memory
+    if limit is not None and peak > limit + EPSILON:
+        raise PipelineError(
+            f"schedule {schedule.name} cannot keep to memory_limit={limit:g}",
+            got=f"activations of {peak:g} microbatches on a rank",
+            fix='pass schedule="auto", which keeps to it, or a larger limit',
         )
     for rank in transport.mine or range(ranks):
         missing = [stage for stage in schedule.placement[rank] if stage not in plan.modules]

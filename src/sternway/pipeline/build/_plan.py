@@ -96,7 +96,7 @@ def _from_model(request: BuildRequest, model: nn.Module, transport: Transport) -
     names = called_modules(model)
     measured = _measure(request, model, transport)
     options = [_option(request, starts, measured) for starts in _cuts(request, model, names, measured)]
-    best = min(options, key=lambda option: option.schedule.simulate(option.costs).makespan)
+    best = min(options, key=lambda option: option.cost())
     cuts = tuple(names[start] for start in best.starts[1:])
     stages = split_model(model, cuts)
     here = [stage for rank in transport.mine or range(request.ranks) for stage in best.schedule.placement[rank]]
@@ -137,6 +137,11 @@ class _Option:
     starts: list[int]
     schedule: Schedule
     costs: Costs
+
+    def cost(self) -> tuple[float, float]:
+        """The time of a step among others, and that of one alone."""
+        timeline = self.schedule.simulate(self.costs)
+        return timeline.period, timeline.makespan
 
 
 def _option(request: BuildRequest, starts: list[int], measured: Profile | None) -> _Option:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -222,26 +223,27 @@ def _once(
     If ``weigh``, the bytes that autograd keeps are counted. That needs hooks on saved tensors, which change what the
     split does, so the times of such a run do not count.
     """
+    devices = _devices(stages)
     forward = _forward(stages, microbatch, kept, sent, weigh)
     grads: dict[str, list[Tensor]] = {}
     halves: dict[int, tuple[float, float]] = {}
     for stage in reversed(stages):
-        start = _now()
+        start = _now(devices)
         found = stage.backward_input(0, grads)
-        middle = _now()
+        middle = _now(devices)
         kept[stage.index] = (kept[stage.index][0], stage.pending_bytes(0))
-        again = _now()
+        again = _now(devices)
         stage.backward_weight(0)
-        halves[stage.index] = middle - start, _now() - again
+        halves[stage.index] = middle - start, _now(devices) - again
         grads = {MAIN: found[MAIN]} if MAIN in found else {}
         stage.clear()
 
     _forward(stages, microbatch, kept, sent, weigh=False)
     grads = {}
     for stage in reversed(stages):
-        start = _now()
+        start = _now(devices)
         found = stage.backward(0, grads)
-        rows[stage.index].append((forward[stage.index], *halves[stage.index], _now() - start))
+        rows[stage.index].append((forward[stage.index], *halves[stage.index], _now(devices) - start))
         grads = {MAIN: found[MAIN]} if MAIN in found else {}
         stage.clear()
 
@@ -252,12 +254,13 @@ def _forward(
     """Time F of each stage. The bytes that it sends, and those that it keeps, go into the lists."""
     received: dict[str, Payload] = {}
     times: list[float] = []
+    devices = _devices(stages)
     for stage in stages:
         sizes: dict[int, int] = {}
         with _saved_sizes(sizes) if weigh else nullcontext():
-            start = _now()
+            start = _now(devices)
             received = stage.forward(0, microbatch, received, keep_output=False)
-            times.append(_now() - start)
+            times.append(_now(devices) - start)
         if weigh:
             own = storage_sizes(stage.module.parameters())
             kept[stage.index] = (sum(size for key, size in sizes.items() if key not in own), 0)
@@ -275,7 +278,14 @@ def _saved_sizes(sizes: dict[int, int]) -> torch.autograd.graph.saved_tensors_ho
     return torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor)
 
 
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _devices(stages: list[Stage]) -> set[torch.device]:
+    """The GPUs that the stages are on."""
+    tensors = (chain(stage.module.parameters(), stage.module.buffers()) for stage in stages)
+    return {tensor.device for each in tensors for tensor in each if tensor.is_cuda}
+
+
+def _now(devices: set[torch.device]) -> float:
+    """The time when all that these GPUs were given is done."""
+    for device in devices:
+        torch.cuda.synchronize(device)
     return time.perf_counter()

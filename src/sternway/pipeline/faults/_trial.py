@@ -1,23 +1,28 @@
 """An optimizer step that is taken before all ranks know whether it should be.
 
 Whether gradients are finite, and their norm for clipping, is known only when the backward of every rank is done. To
-wait for that would cost each rank the time of the others. In the zero-bubble paper [1] each rank steps at once, sends
-its share of the norm with the exchange that opens the next step, and rolls back if the step turns out to be wrong. The
-same is done here. But where the paper inverts the arithmetic, a copy is kept, so that rolling back is exact.
+wait for that would cost each rank the time of the others. In the zero-bubble paper [1] each rank steps at once, and
+rolls back if the step turns out to be wrong. The same is done here: the norm travels while the next step runs, and is
+looked at when that is done. If it was wrong, the next step ran with wrong parameters, and is run again. Where the paper
+inverts the arithmetic, a copy is kept, so that rolling back is exact.
 
 [1] Qi et al., Zero Bubble Pipeline Parallelism, section 4: https://arxiv.org/abs/2401.10241
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from sternway.errors import PipelineError
 from sternway.pipeline.faults._nonfinite import OnNonfinite
+from sternway.pipeline.transport._facts import checksum
+from sternway.pipeline.transport._later import Rows
+
+Verdict = Literal["kept", "clipped", "nonfinite"]
+"""What became of a step on trial."""
 
 
 class Trial:
@@ -25,16 +30,26 @@ class Trial:
 
     Args:
         optimizer: takes the step; then its parameters' gradients are set to None.
-        square: this process's share of the squared norm of the gradients.
+        squares: waits for every process's share of the squared norm of the gradients, as they were before clipping.
         max_norm: clip the gradients to this norm, if given.
         on_nonfinite: what to do if gradients are not finite.
+        clipped: whether the gradients are clipped already, so that a large norm is no mistake.
+
+    Attributes:
+        exceeded: whether the norm was larger than ``max_norm``, once that is known.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, square: Tensor, max_norm: float | None, on_nonfinite: OnNonfinite
+        self,
+        optimizer: torch.optim.Optimizer,
+        squares: Callable[[], Rows],
+        max_norm: float | None,
+        on_nonfinite: OnNonfinite,
+        clipped: bool,
     ) -> None:
-        self.on_nonfinite = on_nonfinite
-        self._optimizer, self._square, self._max_norm = optimizer, square, max_norm
+        self.on_nonfinite, self.exceeded = on_nonfinite, False
+        self.checksum = checksum(repr((max_norm, on_nonfinite)))
+        self._optimizer, self._squares, self._max_norm, self._clipped = optimizer, squares, max_norm, clipped
         self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self._values = [p.detach().clone() for p in self._parameters]
         self._states = [_copy(optimizer.state.get(p)) for p in self._parameters]
@@ -42,30 +57,22 @@ class Trial:
         self._grads = [p.grad for p in self._parameters]
         self._drop_grads()
 
-    @property
-    def square(self) -> float:
-        """This process's share of the squared norm; waits for the device."""
-        return float(self._square)
-
-    def settle(self, squares: Sequence[float | None]) -> bool:
-        """Given the shares of all ranks, keep the step, repeat it with clipped gradients, or undo it.
-
-        Returns:
-            Whether the gradients were finite.
-        """
-        check_all_or_none(squares)
-        norm = torch.tensor(sum(square or 0.0 for square in squares), dtype=torch.float64).sqrt().float()
+    def settle(self) -> Verdict:
+        """Wait for the norm over all ranks; keep the step, repeat it with clipped gradients, or undo it."""
+        norm = torch.tensor(sum(row[0] for row in self._squares()), dtype=torch.float64).sqrt().float()
+        self.exceeded = self._max_norm is not None and bool(norm > self._max_norm)
         if not torch.isfinite(norm):
             self._roll_back()
-            return False
-        if self._max_norm is not None and norm > self._max_norm:
-            self._roll_back()
-            scale = torch.clamp(self._max_norm / (norm + 1e-6), max=1.0)
-            for parameter, grad in zip(self._parameters, self._grads, strict=True):
-                parameter.grad = None if grad is None else grad * scale.to(grad.device)
-            self._optimizer.step()
-            self._drop_grads()
-        return True
+            return "nonfinite"
+        if self._max_norm is None or not self.exceeded or self._clipped:
+            return "kept"
+        self._roll_back()
+        scale = float(torch.clamp(self._max_norm / (norm + 1e-6), max=1.0))
+        for parameter, grad in zip(self._parameters, self._grads, strict=True):
+            parameter.grad = None if grad is None else grad * scale
+        self._optimizer.step()
+        self._drop_grads()
+        return "clipped"
 
     def _drop_grads(self) -> None:
         for parameter in self._parameters:
@@ -88,15 +95,19 @@ class Trial:
                     current[key] = old
 
 
-def check_all_or_none(squares: Sequence[float | None]) -> None:
-    """Raise if some ranks called ``optimizer_step`` and some did not."""
-    missing = [rank for rank, square in enumerate(squares) if square is None]
-    if missing and len(missing) < len(squares):
-        raise PipelineError(
-            "all ranks must call optimizer_step, or none",
-            got=f"no call on rank {missing[0]}",
-            fix="call it on every rank after each step",
-        )
+def to_host(number: Tensor) -> Callable[[], Rows]:
+    """Begin to copy a number to the host; a function that waits for it, without a wait for what is done after it."""
+    if not number.is_cuda:
+        return lambda: [[float(number)]]
+    copied = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
+    event.record(torch.cuda.current_stream(number.device))
+
+    def wait() -> Rows:
+        event.synchronize()
+        return [[float(copied)]]
+
+    return wait
 
 
 def _copy(state: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sternway.errors import PipelineError
-from sternway.pipeline.step._microbatch import ChunkSpec, Microbatch, cut, weights
+from sternway.pipeline.step._microbatch import Chunk, ChunkSpec, Microbatch, cut, piece_sizes, rows_of, weights
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.transport._facts import checksum
 from sternway.pipeline.transport._payload import pack
@@ -22,8 +22,16 @@ class Batch:
     target: Any
     stage_kwargs: dict[str, Any] | None
 
-    def cut(self, stages: dict[int, Stage], schedule: Schedule, chunk: ChunkSpec, training: bool) -> list[Microbatch]:
-        """The microbatches, with what the stages of this process need of each.
+    def rows(self, chunk: ChunkSpec) -> int:
+        """How many rows the inputs have; 0 if they are not cut, or not there."""
+        if not isinstance(chunk, Chunk):
+            return 0
+        return rows_of([self.inputs, self.keywords], chunk.dim) or 0
+
+    def cut(
+        self, stages: dict[int, Stage], schedule: Schedule, chunk: ChunkSpec, training: bool, rows: int
+    ) -> list[Microbatch]:
+        """The microbatches, with what the stages of this process need of each. The whole batch has ``rows`` rows.
 
         Raises:
             PipelineError: if inputs are missing for the first stage, or a loss or target for the last, or there are too
@@ -50,7 +58,10 @@ class Batch:
         targets = cut(self.target, count, chunk, "the target") if last in stages else [None] * count
         shared = cut(self.stage_kwargs, count, chunk, "stage_kwargs")
         shares = weights(targets if self.target is not None else arguments, chunk)
-        return [Microbatch(*parts) for parts in zip(arguments, named, shared, targets, shares, strict=True)]
+        sizes = piece_sizes(rows, count) if rows >= count else [0] * count
+        dim = chunk.dim if isinstance(chunk, Chunk) else 0
+        parts = zip(arguments, named, shared, targets, shares, strict=True)
+        return [Microbatch(*part, rows=size, dim=dim) for part, size in zip(parts, sizes, strict=True)]
 
 
 def shapes_checksum(microbatches: list[Microbatch]) -> int:

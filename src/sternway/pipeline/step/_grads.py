@@ -92,7 +92,9 @@ class Gradients:
         transport: Transport,
         ranks: int,
         copies: DataParallel | None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
+        self._reduce_dtype = reduce_dtype
         self._stages, self._ties, self._transport, self._ranks, self._copies = stages, ties, transport, ranks, copies
         self._tied = {id(p) for tie in ties for p in tie.here}
 
@@ -112,14 +114,14 @@ class Gradients:
     def _sum(self, tie: Tie) -> None:
         if not tie.here:
             return
-        total = torch.zeros_like(tie.here[0])
+        total = torch.zeros_like(tie.here[0], dtype=self._reduce_dtype)
         for parameter in tie.here:
             if parameter.grad is not None:
                 total += parameter.grad
         if len(tie.ranks) > 1:
             self._transport.add([total], tie.ranks)
         for parameter in tie.here:
-            parameter.grad = total.clone()
+            parameter.grad = total.to(parameter.dtype, copy=True)
 
     def drop(self) -> None:
         """Set all gradients to None."""
@@ -154,10 +156,10 @@ class Gradients:
 
 
 class DataParallel:
-    """Averages gradients over copies of the pipeline, in buckets."""
+    """Averages gradients over copies of the pipeline, in buckets; in ``reduce_dtype``, if given."""
 
-    def __init__(self, copies: Collective) -> None:
-        self._copies = copies
+    def __init__(self, copies: Collective, reduce_dtype: torch.dtype | None = None) -> None:
+        self._copies, self._reduce_dtype = copies, reduce_dtype
         self._running: list[tuple[Any, Tensor, list[Tensor]]] = []
 
     def start(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -176,7 +178,7 @@ class DataParallel:
             self._reduce(bucket)
 
     def _reduce(self, grads: list[Tensor]) -> None:
-        flat = torch.cat([grad.flatten() for grad in grads])
+        flat = torch.cat([grad.flatten() for grad in grads]).to(self._reduce_dtype or grads[0].dtype)
         self._running.append((self._copies.sum(flat), flat, grads))
 
     def finish(self) -> None:

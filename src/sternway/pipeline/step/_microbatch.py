@@ -47,6 +47,8 @@ class Microbatch:
     stage_kwargs: dict[str, Any] | None = None
     target: Any = None
     weight: float = 1.0  # its share of the batch
+    rows: int = 0  # of the inputs, along ``dim``; 0 if that is not known
+    dim: int = 0
 
 
 def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
@@ -83,20 +85,31 @@ def _pieces(tensor: Tensor, count: int, dim: int, what: str) -> tuple[Tensor, ..
             got=f"a tensor of shape {tuple(tensor.shape)}",
             fix="pass a larger batch, fewer microbatches, or Replicate() for what every microbatch gets",
         )
-    rows = tensor.shape[dim]
-    size = -(-rows // count)  # rounded up: all alike but the last
-    if size * (count - 1) >= rows:  # then the last would be empty, so make them as even as possible
-        return torch.tensor_split(tensor, count, dim)
-    return torch.split(tensor, size, dim)
+    return torch.split(tensor, piece_sizes(tensor.shape[dim], count), dim)
+
+
+def piece_sizes(rows: int, count: int) -> list[int]:
+    """How many rows each piece gets: all alike but the last, unless that one would be empty.
+
+    Example:
+        >>> piece_sizes(7, 3), piece_sizes(6, 4)
+        ([3, 3, 1], [2, 2, 1, 1])
+    """
+    size = -(-rows // count)  # rounded up
+    if size * (count - 1) >= rows:
+        return [rows // count + (index < rows % count) for index in range(count)]
+    return [size] * (count - 1) + [rows - size * (count - 1)]
+
+
+def rows_of(tree: Any, dim: int) -> int | None:
+    """How long the first tensor of a tree is along a dimension; None if none has it."""
+    return next((leaf.shape[dim] for leaf in leaves(tree) if isinstance(leaf, Tensor) and leaf.ndim > dim), None)
 
 
 def weights(pieces: list[Any], spec: ChunkSpec) -> list[float]:
     """Each microbatch's share of the batch, by rows; equal shares if rows cannot be counted."""
     dim = spec.dim if isinstance(spec, Chunk) else 0
-    rows = [
-        next((leaf.shape[dim] for leaf in leaves(piece) if isinstance(leaf, Tensor) and leaf.ndim > dim), 0)
-        for piece in pieces
-    ]
+    rows = [rows_of(piece, dim) or 0 for piece in pieces]
     if isinstance(spec, Replicate) or not all(rows):
         return [1 / len(pieces)] * len(pieces)
     return [row / sum(rows) for row in rows]

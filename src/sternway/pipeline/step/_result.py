@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,8 @@ import torch
 from torch import Tensor
 
 from sternway.pipeline.step._stage import Stage
+from sternway.pipeline.step._times import RankTimes
+from sternway.pipeline.transport._later import Rows
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule, Timeline
 
@@ -20,22 +24,29 @@ class StepResult:
     Attributes:
         loss: the loss of the batch, on the rank of the last stage, or on all with ``loss_everywhere``; else None.
         outputs: the last stage's output for each microbatch, on its rank, with ``return_outputs``; else None.
-        timeline: what every rank ran and when, on one clock, with ``record``; else None.
         nonfinite: where gradients that are not finite came from, if there were some and they were looked for.
+        measured: waits for what ``timeline`` returns, if it was recorded.
     """
 
     loss: Tensor | None
     outputs: list[Any] | None
-    timeline: Timeline | None
     nonfinite: str | None = None
+    measured: Callable[[], Timeline] | None = None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What every rank ran and when, on one clock, with ``record``; else None.
+
+        Waits until every rank has run its part. Nothing waits for that before it is asked for.
+        """
+        return None if self.measured is None else self.measured()
 
     def __repr__(self) -> str:
         lines = ["StepResult"]
         lines.append(f"  loss      {'not on this rank' if self.loss is None else f'{float(self.loss):.6g}'}")
         if self.outputs is not None:
             lines.append(f"  outputs   of {len(self.outputs)} microbatches")
-        if self.timeline is not None:
-            timeline = self.timeline
+        if (timeline := self.timeline) is not None:
             idle = ", ".join(f"rank {rank} {1e3 * seconds:.2f} ms" for rank, seconds in enumerate(timeline.idle))
             lines.append(
                 f"  measured  {timeline.schedule.name}: {1e3 * timeline.makespan:.2f} ms, "
@@ -59,30 +70,37 @@ def collect(
             loss = torch.stack([stage.losses[i] for i in sorted(stage.losses)]).sum()
         if with_outputs:
             outputs = [stage.outputs[i] for i in sorted(stage.outputs)]
-    if everywhere and transport.device.type == "cuda" and transport.mine:  # without a wait for the GPU
+    if everywhere and transport.mine:
         loss = torch.zeros((), device=transport.device) if loss is None else loss.float()
         transport.copy_from(loss, schedule.rank_of(last), range(schedule.ranks))
-    elif everywhere:
-        rows = transport.gather([[0.0 if loss is None else float(loss)]])
-        loss = torch.tensor(rows[schedule.rank_of(last) if len(rows) > 1 else 0][0])
     return loss, outputs
 
 
 def gather_timeline(
     schedule: Schedule,
     transport: Transport,
-    times: dict[int, list[tuple[float, float]]],
+    times: Callable[[], RankTimes],
     offsets: list[float],
     memory_after_i: float,
-) -> Timeline:
-    """The times of every rank, on the clock of the first."""
+) -> Callable[[], Timeline]:
+    """A function that waits for the times of every rank, and puts them on the clock of the first."""
     width = max(len(steps) for steps in schedule.actions)
-    rows = [
-        [number for pair in times[rank] for number in pair] + [0.0] * (2 * (width - len(times[rank])))
-        for rank in sorted(times)
-    ]
-    everyone = []
-    for rank, row in enumerate(transport.gather(rows)):
-        used = len(schedule.actions[rank])
-        everyone.append([(row[2 * i] - offsets[rank], row[2 * i + 1] - offsets[rank]) for i in range(used)])
-    return Timeline.measured(schedule, everyone, memory_after_i)
+
+    def numbers() -> Rows:
+        found = times()
+        return [
+            [number for pair in found[rank] for number in pair] + [0.0] * (2 * (width - len(found[rank])))
+            for rank in sorted(found)
+        ]
+
+    rows = transport.gather_later(numbers)
+
+    @functools.cache
+    def timeline() -> Timeline:
+        everyone = []
+        for rank, row in enumerate(rows()):
+            used = len(schedule.actions[rank])
+            everyone.append([(row[2 * i] - offsets[rank], row[2 * i + 1] - offsets[rank]) for i in range(used)])
+        return Timeline.measured(schedule, everyone, memory_after_i)
+
+    return timeline

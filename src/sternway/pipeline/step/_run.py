@@ -14,6 +14,7 @@ import torch
 
 from sternway.errors import PipelineError
 from sternway.pipeline.step._microbatch import Microbatch
+from sternway.pipeline.step._random import seed_forward
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.step._times import Spans, StreamTimes
 from sternway.pipeline.transport._payload import Payload, pack
@@ -26,7 +27,8 @@ class RankStep:
     """What one rank needs for one step.
 
     ``times`` gets one more (start, end) with each action done, and ``stream_times`` a mark at its start and at its end.
-    ``on_weights_done`` is called with a stage after its last W.
+    The random numbers of each F in training begin with ``seed``. ``on_weights_done`` is called with a stage after its
+    last W.
     """
 
     schedule: Schedule
@@ -35,6 +37,8 @@ class RankStep:
     routes: Routes
     microbatches: list[Microbatch]
     training: bool
+    seed: int
+    device: torch.device
     keep_outputs: bool
     on_weights_done: Callable[[Stage], None]
     times: Spans
@@ -80,6 +84,8 @@ def _run_action(step: RankStep, action: Action, arrived: dict[MessageKey, Payloa
         stage.backward_weight(i)
         return []
     if action.op == "F":
+        if step.training:
+            seed_forward(step.seed, action.stage, i, step.device)
         with torch.set_grad_enabled(step.training):
             made = stage.forward(i, step.microbatches[i], payloads, step.keep_outputs)
         missing = {key.channel for key in step.routes.sent(action)} ^ made.keys()

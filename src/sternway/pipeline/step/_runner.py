@@ -1,41 +1,41 @@
-"""Runs the steps of a pipeline: agree with the other ranks, drive the schedule, collect the results.
+"""Runs the steps of a pipeline: drive the schedule, look whether the optimizer step before was right, collect results.
 
-    begin   cut the batch; tell the other ranks what is coming, and whether the last optimizer step was fine
-    run     drive the program of each rank of this process (``_run.py``) over the transport
-    finish  complete the gradients (``_grads.py``), collect loss, outputs and times
+    begin    cut the batch; hear from the first rank what is coming (``transport/_facts.py``)
+    run      drive the program of each rank of this process (``_run.py``) over the transport, complete the gradients
+    confirm  the optimizer step before this step, if on trial; if it was wrong, undo it and run this step again
+    finish   collect loss, outputs and times
 
-It also holds what may follow a step: an optimizer step on trial, and the search for the module that made gradients
-infinite.
+No rank waits for a later one to begin. It also holds what may follow a step: an optimizer step on trial, and the search
+for the module that made gradients infinite.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
-from sternway.errors import NonfiniteError, PipelineError
+from sternway.errors import NonfiniteError
 from sternway.pipeline.faults import _nonfinite
 from sternway.pipeline.faults._nonfinite import OnNonfinite
 from sternway.pipeline.faults._report import Progress
-from sternway.pipeline.faults._trial import Trial, check_all_or_none
+from sternway.pipeline.faults._trial import Trial, Verdict, to_host
 from sternway.pipeline.step._batch import Batch, shapes_checksum
 from sternway.pipeline.step._grads import Gradients
 from sternway.pipeline.step._guard import Guard
 from sternway.pipeline.step._microbatch import ChunkSpec, Microbatch
+from sternway.pipeline.step._random import own_random_numbers, step_seed
 from sternway.pipeline.step._result import StepResult, collect, gather_timeline
 from sternway.pipeline.step._run import RankStep, run_rank
 from sternway.pipeline.step._stage import Stage
-from sternway.pipeline.step._times import Spans, StreamTimes
+from sternway.pipeline.step._state import StateBefore
+from sternway.pipeline.step._times import RankTimes, StreamClock, StreamTimes
 from sternway.pipeline.transport._facts import StepFacts, checksum
 from sternway.pipeline.transport._routes import Routes
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule
-
-RankTimes = dict[int, Spans]  # of each rank of this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,18 @@ class StepOptions:
     return_outputs: bool
     record: bool = False
     nonfinite: OnNonfinite | None = None
+
+    def checksum(self) -> int:
+        """A number that changes with what all ranks must agree on."""
+        return checksum(repr((self.loss_everywhere, self.record, self.nonfinite)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """The batch of a step, and what all ranks were told about it."""
+
+    microbatches: list[Microbatch]
+    facts: StepFacts
 
 
 class StepRunner:
@@ -73,63 +85,83 @@ class StepRunner:
         self._stages, self._schedule, self._routes, self._transport = stages, schedule, routes, transport
         self._ranks_here, self._gradients, self._guard, self._chunk = ranks_here, gradients, guard, chunk
         self._offsets, self._memory_after_i = offsets, memory_after_i
-        self._checksum = checksum(schedule.to_json())
-        self._last: tuple[list[Microbatch], Tensor] | None = None  # the last training step: its batch, its random state
+        self._clock = StreamClock(transport.device) if transport.device.type == "cuda" else None
+        self._last: _Work | None = None  # of the last training step
         self._trial: Trial | None = None
+        self._clips = False  # whether the last norm was too large
         self.steps, self.skipped = 0, 0
 
     def step(self, batch: Batch, options: StepOptions) -> StepResult:
         """Run one batch, forward and backward, or forward alone."""
         self._guard.check_open("another step")
-        microbatches = self._begin(batch, options.training)
-        timeline, fine = None, True
-        with self._whole_step():
-            times = self._run(microbatches, options.training, options.return_outputs, options.record)
-            loss, outputs = collect(
-                self._stages, self._schedule, self._transport, options.loss_everywhere, options.return_outputs
-            )
-            if options.record:
-                timeline = gather_timeline(self._schedule, self._transport, times, self._offsets, self._memory_after_i)
-            if options.nonfinite is not None:
-                fine = self._all_finite()
-        self.steps += options.training
-        origin = None if fine or options.nonfinite is None else self._reject(options.nonfinite)
-        return StepResult(loss, outputs, timeline, origin)
+        work = self._begin(batch, options)
+        result = self._attempt(work, options)
+        if result is None:  # the parameters were wrong; now they are right
+            result = self._attempt(work, options)
+            assert result is not None
+        if options.training:
+            self.steps, self._last = self.steps + 1, work
+        if options.nonfinite is None or result.nonfinite is None:
+            return result
+        return replace(result, nonfinite=self._reject(options.nonfinite))
 
     def continue_from(self, step: int) -> None:
         """Count on from this step, after a checkpoint was loaded."""
         self.steps = step
 
-    def _begin(self, batch: Batch, training: bool) -> list[Microbatch]:
-        """Agree with the other ranks on the batch, and on the optimizer step before it."""
-        while True:
-            microbatches: list[Microbatch] = []
+    def _begin(self, batch: Batch, options: StepOptions) -> _Work:
+        """Cut the batch, and hear from the first rank what is coming."""
+        made: list[Microbatch] = []
 
-            def prepare(microbatches: list[Microbatch] = microbatches) -> StepFacts:
-                microbatches += batch.cut(self._stages, self._schedule, self._chunk, training)
-                return replace(self._facts(microbatches, training), square=self._square())
+        def prepare(rows: int) -> StepFacts:
+            made.extend(batch.cut(self._stages, self._schedule, self._chunk, options.training, rows))
+            trial = 0 if self._trial is None else self._trial.checksum
+            shapes, seed = shapes_checksum(made), step_seed(self.steps)
+            return StepFacts(options.training, options.checksum(), trial, shapes, rows, seed)
 
-            with self._guard.other_ranks():
-                facts = self._transport.exchange(prepare)
-            check_one_schedule(facts, self._schedule)
-            if self._confirm([each.square for each in facts]):
-                return microbatches
+        with self._guard.other_ranks():
+            facts = self._transport.announce(lambda: prepare(batch.rows(self._chunk)))
+        if not made:  # not the first rank, which has begun by now: a mistake ends the step for all
+            with self._guard.whole_step():
+                facts.check(prepare(facts.rows))
+        return _Work(made, facts)
 
-    def _facts(self, microbatches: list[Microbatch], training: bool) -> StepFacts:
-        return StepFacts(self._checksum, shapes_checksum(microbatches), training)
+    def _attempt(self, work: _Work, options: StepOptions) -> StepResult | None:
+        """Run a step, and confirm the optimizer step before it.
 
-    def _run(
-        self, microbatches: list[Microbatch], training: bool, keep_outputs: bool = False, record: bool = False
-    ) -> RankTimes:
+        Returns:
+            None if that was wrong. It is put right then, and all is as if this step had not been run.
+        """
+        trial = self._trial
+        with self._whole_step():
+            before = None if trial is None else StateBefore(self._stages)
+            times = self._run(work, options.return_outputs, options.record)
+            verdict = self._verdict()
+            if before is None or verdict == "kept":
+                return self._result(options, times)
+            before.restore()
+        if trial is not None and verdict == "nonfinite":
+            self._reject(trial.on_nonfinite)
+        return None
+
+    def _result(self, options: StepOptions, times: Callable[[], RankTimes]) -> StepResult:
+        stages, schedule, transport = self._stages, self._schedule, self._transport
+        loss, outputs = collect(stages, schedule, transport, options.loss_everywhere, options.return_outputs)
+        measured = None
+        if options.record:
+            measured = gather_timeline(schedule, transport, times, self._offsets, self._memory_after_i)
+        fine = options.nonfinite is None or self._all_finite()
+        return StepResult(loss, outputs, None if fine else "somewhere", measured)
+
+    def _run(self, work: _Work, keep_outputs: bool = False, record: bool = False) -> Callable[[], RankTimes]:
         """Run every action of this process's ranks. Afterwards the gradients are complete.
 
         Returns:
-            When the actions ran; on a GPU, if ``record``. Then the host waits for it.
+            A function that says when the actions ran; on a GPU, it waits for them, and is there only if ``record``.
         """
-        random_state = torch.get_rng_state()
+        device, first, training = self._transport.device, self._ranks_here[0], work.facts.training
         times: RankTimes = {rank: [] for rank in self._ranks_here}
-        device, first = self._transport.device, self._ranks_here[0]
-        on_gpu = {rank: StreamTimes(device) for rank in times} if record and device.type == "cuda" else {}
+        on_gpu = {rank: StreamTimes(self._clock) for rank in times} if record and self._clock is not None else {}
         self._guard.follow(Progress(self.steps, first, self._schedule, times[first]))
         programs = {
             rank: run_rank(
@@ -138,8 +170,10 @@ class StepRunner:
                     rank=rank,
                     stages={index: self._stages[index] for index in self._schedule.placement[rank]},
                     routes=self._routes,
-                    microbatches=microbatches,
+                    microbatches=work.microbatches,
                     training=training,
+                    seed=work.facts.seed,
+                    device=device,
                     keep_outputs=keep_outputs,
                     on_weights_done=self._gradients.stage_done,
                     times=times[rank],
@@ -148,11 +182,11 @@ class StepRunner:
             )
             for rank in self._ranks_here
         }
-        self._transport.drive(programs, self._schedule, self._routes, training)
+        with own_random_numbers(device) if training else nullcontext():
+            self._transport.drive(programs, work.facts)
         if training:
             self._gradients.finish()
-            self._last = microbatches, random_state
-        return {rank: marks.read() for rank, marks in on_gpu.items()} or times
+        return lambda: {rank: marks.read() for rank, marks in on_gpu.items()} or times
 
     @contextmanager
     def _whole_step(self) -> Iterator[None]:
@@ -168,32 +202,36 @@ class StepRunner:
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, max_norm: float | None, on_nonfinite: OnNonfinite
     ) -> None:
-        """Take an optimizer step on trial."""
+        """Take an optimizer step on trial.
+
+        A large norm is often followed by another. Then the gradients are clipped at once, over all ranks, since to run
+        a step twice costs more than to wait.
+        """
         self.settle()
-        self._trial = Trial(optimizer, self._gradients.square_norm(), max_norm, on_nonfinite)
+        with self._guard.other_ranks():
+            squares = self._transport.gather_later(to_host(self._gradients.square_norm()))
+            clip = self._clips and max_norm is not None
+            if clip and max_norm is not None:
+                self._gradients.clip(max_norm)
+            self._trial = Trial(optimizer, squares, max_norm, on_nonfinite, clip)
 
     def settle(self) -> None:
         """If an optimizer step is on trial, agree on it now."""
-        if self._trial is not None:
+        trial = self._trial
+        if trial is not None:
             with self._guard.other_ranks():
-                squares = self._transport.crew().share(self._square())
-            self._confirm(squares)
+                verdict = self._verdict()
+            if verdict == "nonfinite":
+                self._reject(trial.on_nonfinite)
 
-    def _square(self) -> float | None:
-        return None if self._trial is None else self._trial.square
-
-    def _confirm(self, squares: Sequence[float | None]) -> bool:
-        """Keep or undo the optimizer step on trial.
-
-        Returns:
-            False if it was undone. Then the batch before was run once more, and the caller must exchange facts again.
-        """
+    def _verdict(self) -> Verdict:
+        """Keep, repeat or undo the optimizer step on trial, if there is one."""
         trial, self._trial = self._trial, None
-        check_all_or_none(squares)
-        if trial is None or trial.settle(squares):
-            return True
-        self._reject(trial.on_nonfinite)
-        return False
+        if trial is None:
+            return "kept"
+        verdict = trial.settle()
+        self._clips = trial.exceeded
+        return verdict
 
     # Gradients that are not finite
 
@@ -221,31 +259,15 @@ class StepRunner:
     def _origin(self) -> str:
         """Run the last step once more, and look where values stop being finite."""
         assert self._last is not None
-        microbatches, random_state = self._last
         modules = {index: stage.module for index, stage in self._stages.items()}
         rank_of, last = self._schedule.stage_ranks(), self._schedule.num_stages - 1
         by_gradient = _nonfinite.in_gradients(modules, rank_of)
         self._gradients.drop()
-        now = torch.get_rng_state()
         with self._whole_step(), _nonfinite.looking(modules, rank_of) as found:
-            self._transport.exchange(lambda: self._facts(microbatches, True))
-            torch.set_rng_state(random_state)
-            self._run(microbatches, True)
-            torch.set_rng_state(now)
+            self._run(self._last)
             if last in self._stages:
                 found += _nonfinite.in_losses(self._stages[last].losses.values(), last, rank_of[last])
             found += by_gradient or _nonfinite.in_gradients(modules, rank_of)
         everyone = [origin for row in self._transport.crew().share(found) for origin in row]
         first = _nonfinite.first(everyone)
         return str(first) if first is not None else "a sum that is not finite, of gradients that each are"
-
-
-def check_one_schedule(facts: list[StepFacts], schedule: Schedule) -> None:
-    """Raise unless all ranks have the same schedule."""
-    other = next((rank for rank, each in enumerate(facts) if each.schedule != facts[0].schedule), None)
-    if other is not None:
-        raise PipelineError(
-            "all ranks must run the same schedule",
-            got=f"another on rank {other} than on rank 0; here it is {schedule.name} of {schedule.n_microbatches}",
-            fix="build the pipeline from the same arguments on every rank",
-        )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway import split
+from sternway._tree import leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
@@ -54,7 +55,9 @@ class Stage:
         is_last: bool,
         loss_fn: LossFn | None,
         saved: AbstractContextManager[Any] | None = None,
+        scale: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        self._scale = scale
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
         self._saved = saved or nullcontext()
         self.losses: dict[int, Tensor] = {}
@@ -94,7 +97,8 @@ class Stage:
             if self.loss_fn is not None and microbatch.target is not None:
                 loss = self._loss(output, microbatch)
                 self.losses[number] = loss.detach()
-                graph_outputs[MAIN] = [loss] if loss.requires_grad else []
+                if loss.requires_grad:
+                    graph_outputs[MAIN] = [loss if self._scale is None else self._scale(loss)]
         if training:
             needing = {name: [t for t in tensors if t.requires_grad] for name, tensors in inputs.items()}
             self._graphs[number] = _Graph(needing, graph_outputs)
@@ -102,11 +106,12 @@ class Stage:
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor:
         assert self.loss_fn is not None
+        _check_rows(output, microbatch)
         loss = self.loss_fn(output, microbatch.target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise PipelineError("loss_fn must return one number", got=got, fix="reduce it, as by .mean()")
-        return loss * microbatch.weight
+        return (loss if loss.itemsize > 2 else loss.float()) * microbatch.weight  # a sum of many, so not in half
 
     def backward_input(self, number: int, grads: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         """I: returns the gradients of what was received, by channel. What W needs is kept."""
@@ -149,6 +154,19 @@ class Stage:
         """Drop everything, after a step or an error."""
         for held in (self.losses, self.outputs, self._graphs, self._pendings):
             held.clear()
+
+
+def _check_rows(output: Any, microbatch: Microbatch) -> None:
+    """Raise if the target has other rows than the inputs and than the output: a loss would stretch the smaller one."""
+    target, dim = microbatch.target, microbatch.dim
+    rows = target.shape[dim] if isinstance(target, Tensor) and target.ndim > dim else None
+    made = {t.shape[dim] for t in leaves(output) if isinstance(t, Tensor) and t.ndim > dim}
+    if rows is not None and microbatch.rows and rows != microbatch.rows and rows not in made:
+        raise PipelineError(
+            "the target must have as many rows as the batch",
+            got=f"{rows} rows of the target for {microbatch.rows} rows of the batch, in one microbatch",
+            fix="pass the target of the same batch",
+        )
 
 
 def _whole(found: dict[str, list[Tensor | None]], like: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:

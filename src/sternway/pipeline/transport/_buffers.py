@@ -18,12 +18,12 @@ class Buffers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._made: dict[TensorSpec, list[Tensor]] = {}
+        self._made: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
         self._unshared = storage_uses(torch.empty(1))  # the count of a storage that one tensor holds
 
     def take(self, described: TensorSpec) -> Tensor:
         """A tensor of that shape and dtype, whose memory nothing else holds."""
-        made = self._made.setdefault(described, [])
+        made = self._made.setdefault((described.memory_shape, described.dtype), [])
         for tensor in made:
             if storage_uses(tensor) == self._unshared:
                 return tensor.detach()

@@ -47,11 +47,11 @@ class Carrier(ABC):
 
     @abstractmethod
     def send(self, key: MessageKey, tensors: Sequence[Tensor], target: int) -> None:
-        """Start to send a message."""
+        """Start to send a message. Its tensors are contiguous."""
 
     @abstractmethod
     def receive(self, key: MessageKey, spec: Spec, source: int) -> Arriving:
-        """Start to receive a message. Those of one edge are received in the order in which they are sent."""
+        """Start to receive a message. Those of one edge are received as they are sent, and in that order."""
 
     @abstractmethod
     def answered(self, key: MessageKey) -> None:
@@ -91,7 +91,7 @@ class GlooCarrier(Carrier):
 
     def send(self, key: MessageKey, tensors: Sequence[Tensor], target: int) -> None:
         for tensor in tensors:
-            work = self._post(dist.isend, tensor := tensor.contiguous().cpu(), key, target)
+            work = self._post(dist.isend, tensor := tensor.cpu(), key, target)
             self._sending.setdefault(key, []).append((work, tensor))
 
     def receive(self, key: MessageKey, spec: Spec, source: int) -> Arriving:

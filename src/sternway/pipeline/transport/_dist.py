@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, final
 
 import torch
@@ -19,14 +18,18 @@ from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._crew import Crew
 from sternway.pipeline.transport._facts import StepFacts
 from sternway.pipeline.transport._groups import ProcessGroups, check_members
+from sternway.pipeline.transport._herald import Herald
+from sternway.pipeline.transport._later import LateGathers, Rows
 from sternway.pipeline.transport._messenger import Messenger
 from sternway.pipeline.transport._nccl import NcclCarrier
 from sternway.pipeline.transport._place import check_device, join_processes, one_kind, with_index
 from sternway.pipeline.transport._routes import RankProgram, Receive, Routes
+from sternway.pipeline.transport._sends import Sends
 from sternway.pipeline.transport._transport import Transport, device_of
 from sternway.schedule import Schedule
 
 _PINGS = 9
+_COPY_TAG = 2  # no other message between two ranks of the control group has it
 
 
 @final
@@ -62,8 +65,10 @@ class DistTransport(Transport):
         self._watched = list(watched or members)
         self._groups = ProcessGroups(members, timeout, heartbeat_timeout, self._watched)
         self._messenger: Messenger | None = None  # until it is known where the stages are
-        self._dynamic = dynamic
-        self._exchanges = 0
+        self._dynamic, self._timeout = dynamic, timeout
+        self._herald: Herald | None = None  # until there is a schedule
+        self._late_gathers: LateGathers | None = None  # until something is gathered later
+        self._copies = Sends(self._groups)
         self.ranks, self.rank = len(members), self._groups.rank
         self.mine = (self.rank,)
         self.watch = self._groups.watch
@@ -84,16 +89,17 @@ class DistTransport(Transport):
         except LostRankError as error:
             self.fail(error)
             raise
+        self._herald = Herald(self._groups, schedule)
 
     @property
     def _messages(self) -> Messenger:
         assert self._messenger is not None, "place() comes first"
         return self._messenger
 
-    def drive(self, programs: dict[int, RankProgram], schedule: Schedule, routes: Routes, training: bool) -> None:
+    def drive(self, programs: dict[int, RankProgram], facts: StepFacts) -> None:
         program, messages = programs[self.rank], self._messages
         self._check_lost()
-        messages.begin(training)
+        messages.begin(facts.shapes, facts.training)
         try:
             request = next(program)
             while True:
@@ -105,6 +111,9 @@ class DistTransport(Transport):
         except StopIteration:
             pass
         messages.finish()
+        self._copies.finish()
+        if self._herald is not None:
+            self._herald.finish()
         self._check_lost()
 
     def _check_lost(self) -> None:
@@ -114,27 +123,9 @@ class DistTransport(Transport):
 
     # All ranks at once
 
-    def exchange(self, prepare: Callable[[], StepFacts]) -> list[StepFacts]:
-        problem: Exception | None = None
-        facts = StepFacts()
-        self._exchanges += 1
-        key = f"mistake/{self._exchanges}"
-        try:
-            facts = prepare()
-        except Exception as error:
-            problem = error
-            with suppress(RuntimeError):
-                self._groups.store.compare_set(key, "", f"rank {self.rank}: {type(error).__name__}: {error}")
-        rows = self.gather([[problem is None, *facts.to_numbers()]])
-        if problem is not None:
-            raise problem
-        if not all(fine for fine, *_ in rows):
-            cause = self._groups.attempt(self._groups.store.get, key).decode()
-            raise PipelineError("another rank could not begin", got=cause, fix="remove the cause on that rank")
-        found = [StepFacts.from_numbers(numbers) for _, *numbers in rows]
-        if self._messenger is not None:
-            self._messenger.begin_batch([(facts.shapes, facts.training) for facts in found])
-        return found
+    def announce(self, prepare: Callable[[], StepFacts]) -> StepFacts:
+        assert self._herald is not None, "connect() comes first"
+        return self._herald.announce(prepare)
 
     def gather(self, numbers: Sequence[Sequence[float]]) -> list[list[float]]:
         mine = torch.tensor(numbers[0], dtype=torch.float64)
@@ -142,14 +133,33 @@ class DistTransport(Transport):
         self._groups.attempt(dist.all_gather, rows, mine, group=self._groups.control)
         return [row.tolist() for row in rows]
 
+    def gather_later(self, numbers: Callable[[], Rows]) -> Callable[[], Rows]:
+        if self._late_gathers is None:
+            self._late_gathers = LateGathers(self._groups.new(self._groups.members), self.ranks, self.explain)
+        return self._late_gathers.submit(lambda: numbers()[0])
+
     def add(self, tensors: list[Tensor], ranks: Sequence[int]) -> None:
         group = self._groups.of_ranks(ranks, self.device)
         for tensor in tensors:
             self._groups.attempt(self._groups.attempt(group.sum, tensor).wait)
 
     def copy_from(self, tensor: Tensor, source: int, ranks: Sequence[int]) -> None:
-        group = self._groups.of_ranks(ranks, self.device)
-        self._groups.attempt(self._groups.attempt(group.copy, tensor, list(ranks).index(source)).wait)
+        if self.device.type == "cuda":
+            group = self._groups.of_ranks(ranks, self.device)
+            self._groups.attempt(self._groups.attempt(group.copy, tensor, list(ranks).index(source)).wait)
+        elif self.rank == source:
+            sent = tensor.detach().clone(memory_format=torch.contiguous_format)
+            for other in ranks:  # to each one, so that nobody waits for a third
+                if other != source:
+                    self._copies.add(self._post_copy(dist.isend, sent, other), sent)
+        else:
+            received = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+            self._groups.attempt(self._post_copy(dist.irecv, received, source).wait)
+            tensor.copy_(received)
+
+    def _post_copy(self, call: Any, tensor: Tensor, other: int) -> Any:
+        group = self._groups.control
+        return self._groups.attempt(call, tensor, self._groups.members[other], group=group, tag=_COPY_TAG)
 
     def delay(self, nbytes: int) -> float:
         """Half of a round trip between the first two ranks: the median of several."""
@@ -176,10 +186,17 @@ class DistTransport(Transport):
     def fail(self, error: BaseException) -> None:
         self._groups.tell(error)
         self._drop_messages()
+        if self._late_gathers is not None:
+            self._groups.wake()
+            self._late_gathers.stop()
         self._groups.close(failed=True)
 
     def close(self) -> None:
         lost = self.device.type == "cuda" and self._lost_on_gpu()
+        if self._late_gathers is not None:
+            self._late_gathers.stop(self._timeout)
+        if not lost:
+            self._copies.finish()
         self._drop_messages()
         self._groups.close(failed=lost)
         if lost:
@@ -191,6 +208,7 @@ class DistTransport(Transport):
         return self.watch is not None and self.watch.lost is not None
 
     def _drop_messages(self) -> None:
+        self._copies.drop()
         if self._messenger is not None:
             self._messenger.close()
 

@@ -1,44 +1,81 @@
-"""What ranks tell each other before a step."""
+"""What the first rank tells all others about a step.
+
+It travels from rank to rank, ahead of the first activation. So every rank waits only for what it needs anyway, and the
+first rank waits for nobody: it may be in the next step while the last one is still in this one.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Self
+
+from sternway.errors import PipelineError
 
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What one rank tells the others before a step, and when the pipeline is built.
+    """What the first rank tells about a step; the others compare it with what they were called with.
 
     Example:
-        >>> facts = StepFacts(schedule=7, shapes=3, training=True)
+        >>> facts = StepFacts(training=True, shapes=3, rows=8)
         >>> StepFacts.from_numbers(facts.to_numbers()) == facts
         True
 
     Attributes:
-        schedule: a checksum of the schedule, which must be the same on all ranks.
-        shapes: a checksum of the shapes of the batch, as far as this rank has it.
         training: whether there will be a backward.
-        square: this rank's share of the squared norm of the gradients, if its last optimizer step is on trial.
+        options: a checksum of the other arguments of ``step``, which must be the same on all ranks.
+        trial: a checksum of the arguments of the last ``optimizer_step``, if it is on trial; else 0.
+        shapes: a checksum of the shapes of the batch.
+        rows: how many rows the batch has; 0 if it cannot be said.
+        seed: the random numbers of the step begin with it.
     """
 
-    schedule: int = 0
-    shapes: int = 0
     training: bool = False
-    square: float | None = None
+    options: int = 0
+    trial: int = 0
+    shapes: int = 0
+    rows: int = 0
+    seed: int = 0
 
-    def to_numbers(self) -> list[float]:
-        """As numbers that a collective can carry; -1, which no square can be, stands for None."""
-        return [self.schedule, self.shapes, self.training, -1.0 if self.square is None else self.square]
+    def to_numbers(self) -> list[int]:
+        """As numbers that a message can carry."""
+        return [int(value) for value in astuple(self)]
 
     @classmethod
-    def from_numbers(cls, numbers: Sequence[float]) -> Self:
-        schedule, shapes, training, square = numbers
-        return cls(int(schedule), int(shapes), bool(training), None if square < 0 else square)
+    def from_numbers(cls, numbers: Sequence[int]) -> Self:
+        training, *others = numbers
+        return cls(bool(training), *others)
+
+    def check(self, mine: StepFacts) -> None:
+        """Raise unless this rank was called as the first one was.
+
+        Raises:
+            PipelineError: if it was not.
+        """
+        if self.training != mine.training:
+            called = {False: "evaluate", True: "step"}
+            raise PipelineError(
+                "all ranks must call step, or all evaluate",
+                got=f"{called[mine.training]} here, {called[self.training]} on the first rank",
+                fix="make the same calls on every rank",
+            )
+        if self.options != mine.options:
+            raise PipelineError(
+                "all ranks must call step with the same loss_everywhere, record and nonfinite",
+                got="others here than on the first rank",
+                fix="pass the same on every rank",
+            )
+        if self.trial != mine.trial:
+            here, there = ("no call" if not trial else "a call" for trial in (mine.trial, self.trial))
+            raise PipelineError(
+                "all ranks must call optimizer_step with the same max_norm and nonfinite, or none",
+                got=f"{here} here, {there} on the first rank" if here != there else "others than on the first rank",
+                fix="call it on every rank after each step",
+            )
 
 
 def checksum(text: str) -> int:
-    """A number that most likely differs where texts do."""
-    return zlib.crc32(text.encode())
+    """A number, never 0, that most likely differs where texts do."""
+    return zlib.crc32(text.encode()) or 1

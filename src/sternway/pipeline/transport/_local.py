@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -12,6 +13,7 @@ from sternway.errors import PipelineError
 from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._crew import Crew
 from sternway.pipeline.transport._facts import StepFacts
+from sternway.pipeline.transport._later import Rows
 from sternway.pipeline.transport._payload import Payload
 from sternway.pipeline.transport._routes import MessageKey, RankProgram, Receive, Routes
 from sternway.pipeline.transport._transport import Transport, device_of
@@ -40,7 +42,7 @@ class LocalTransport(Transport):
     def connect(self, schedule: Schedule, routes: Routes) -> None:
         """Nothing to do: messages stay in the process."""
 
-    def drive(self, programs: dict[int, RankProgram], schedule: Schedule, routes: Routes, training: bool) -> None:
+    def drive(self, programs: dict[int, RankProgram], facts: StepFacts) -> None:
         mail: dict[MessageKey, Payload] = {}
         waiting: dict[int, MessageKey | None] = dict.fromkeys(programs)
         while waiting:
@@ -61,11 +63,14 @@ class LocalTransport(Transport):
                     fix="call schedule.check(), which names the cause",
                 )
 
-    def exchange(self, prepare: Callable[[], StepFacts]) -> list[StepFacts]:
-        return [prepare()]
+    def announce(self, prepare: Callable[[], StepFacts]) -> StepFacts:
+        return prepare()
 
     def gather(self, numbers: Sequence[Sequence[float]]) -> list[list[float]]:
         return [list(row) for row in numbers]
+
+    def gather_later(self, numbers: Callable[[], Rows]) -> Callable[[], Rows]:
+        return functools.cache(numbers)
 
     def add(self, tensors: list[Tensor], ranks: Sequence[int]) -> None:
         """Nothing to do: the caller has the tensors of all ranks, and has added them."""

@@ -29,10 +29,11 @@ from sternway.pipeline.transport._groups import ProcessGroups
 from sternway.pipeline.transport._order import Expected, RankEdge, edge_of, expected
 from sternway.pipeline.transport._payload import Payload, Spec
 from sternway.pipeline.transport._routes import MessageKey, Routes
+from sternway.pipeline.transport._sends import Sends
 from sternway.schedule import Schedule
 
 AHEAD = 2
-"""How many receives are posted before they are needed, on each edge."""
+"""How many receives are posted before they are needed: on each edge, or on a GPU, which they keep busy, on all."""
 _SEEN = 64  # batches that are remembered
 
 
@@ -51,14 +52,14 @@ class Messenger:
         self.awaited: tuple[MessageKey, int] | None = None  # what this rank waits for, and from which rank
         self._groups, self._carrier, self._dynamic = groups, carrier, dynamic
         self._steady, self._host = carrier, host  # which of the two carries this step's tensors
-        self._seen: list[Any] = []  # of batches, what all ranks said, once a step has run with it
-        self._batch: Any = None  # what all ranks said about the batch before this step
+        self._seen: list[tuple[int, bool]] = []  # what was told about batches, once a step has run with them
+        self._told: tuple[int, bool] | None = None  # what was told about the batch of the step before
         self._keep_specs = False  # whether this step's activations come without descriptions
         self._specs: dict[MessageKey, Spec] = {}
         self._local: dict[MessageKey, Payload] = {}  # from a stage of this rank to another one of this rank
-        self._describing: list[tuple[Any, Tensor]] = []  # works, and the tensors they read
+        self._describing = Sends(groups)
         self._incoming: dict[RankEdge, _Incoming] = {}
-        self._sent = 0  # how many messages left this rank in this step
+        self._sent, self._received = 0, 0  # how many messages left and reached this rank in this step
         self._rank_of: tuple[int, ...] = ()
         self._tag: Callable[[MessageKey], int] = lambda key: 0
         self._expected: dict[bool, dict[RankEdge, list[Expected]]] = {}  # in training, and in evaluation
@@ -73,35 +74,35 @@ class Messenger:
         for carrier in {id(each): each for each in (self._host, self._steady)}.values():
             carrier.connect(schedule, routes)
 
-    def begin_batch(self, batch: Any) -> None:
-        """Given what all ranks said about the batch: descriptions are kept while that stays the same."""
-        self._carrier = self._steady if batch in self._seen else self._host
-        self._keep_specs = batch == self._batch and not self._dynamic
-        if batch != self._batch:
-            self._specs.clear()
-        self._batch = batch
+    def begin(self, batch: int, training: bool) -> None:
+        """Get ready for the messages of one step, and post the first receives.
 
-    def begin(self, training: bool) -> None:
-        """Get ready for the messages of one step, and post the first receives."""
-        self._incoming = {edge: _Incoming(deque(messages)) for edge, messages in self._expected[training].items()}
-        self._sent = 0
+        Args:
+            batch: what all ranks were told about the batch's shapes. Descriptions are kept while it stays the same.
+            training: whether there will be gradients.
+        """
+        told = batch, training
+        self._carrier = self._steady if told in self._seen else self._host
+        self._keep_specs = told == self._told and not self._dynamic
         # What is described again in this step is not known before it arrives.
         self._specs = {key: spec for key, spec in self._specs.items() if self._keep_specs and not spec.varies}
+        self._told = told
+        self._incoming = {edge: _Incoming(deque(messages)) for edge, messages in self._expected[training].items()}
+        self._sent, self._received = 0, 0
         self._post()
 
     def finish(self) -> None:
         """All messages of the step were sent and received."""
-        for work, _ in self._describing:
-            self._groups.attempt(work.wait)
-        self._describing.clear()
+        self._describing.finish()
         self._carrier.end_step()
-        if self._batch not in self._seen:
-            self._seen = [*self._seen[-_SEEN:], self._batch]
+        if self._told is not None and self._told not in self._seen:
+            self._seen = [*self._seen[-_SEEN:], self._told]
 
     def close(self) -> None:
         """Drop what is under way."""
-        for under_way in (self._describing, self._incoming, self._local):
-            under_way.clear()
+        self._incoming.clear()
+        self._local.clear()
+        self._describing.drop()
         self._host.drop()
         self._steady.drop()
 
@@ -117,11 +118,12 @@ class Messenger:
         while key not in incoming.posted:  # what is sent before it is posted before it
             self._start_receive(incoming, edge.source)
         spec, arriving = incoming.posted.pop(key)
+        self._received += 1
         arriving.wait()
         self.awaited = None
         self._carrier.answered(key.back)
         self._post()
-        return spec, arriving.tensors
+        return spec, [each.in_order(tensor) for each, tensor in zip(spec.tensors, arriving.tensors, strict=True)]
 
     def _post(self) -> None:
         for edge, incoming in self._incoming.items():
@@ -129,7 +131,8 @@ class Messenger:
                 self._start_receive(incoming, edge.source)
 
     def _may_post(self, message: Expected) -> bool:
-        in_time = self._carrier.host_waits or message.after <= self._sent
+        soon = message.after <= self._sent and message.turn < self._received + AHEAD
+        in_time = self._carrier.host_waits or soon
         return in_time and self._known_spec(message.key) is not None
 
     def _known_spec(self, key: MessageKey) -> Spec | None:
@@ -163,8 +166,8 @@ class Messenger:
         if target == self._groups.rank:
             self._local[key] = payload
             return
+        known = self._known_spec(key)
         if not key.is_gradient:
-            known = self._known_spec(key)
             if known is None:
                 self._send_spec(key, spec, target)
             elif known != spec:
@@ -174,7 +177,9 @@ class Messenger:
                     got=f"{spec.shapes()}, not {known.shapes()}",
                     fix="pass dynamic=True, if the shapes of outputs depend on the data",
                 )
-        self._carrier.send(key, tensors, target)
+        described = (known or spec).tensors
+        sent = [each.in_memory(tensor) for each, tensor in zip(described, tensors, strict=True)]
+        self._carrier.send(key, sent, target)
         self._sent += 1
         if not self._carrier.host_waits:  # what depends on this message may be posted now
             self._post()
@@ -182,7 +187,7 @@ class Messenger:
     def _send_spec(self, key: MessageKey, spec: Spec, target: int) -> None:
         text = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8)
         for tensor in (torch.tensor([text.numel()], dtype=torch.int64), text):
-            self._describing.append((self._describe(dist.isend, tensor, key, target), tensor))
+            self._describing.add(self._describe(dist.isend, tensor, key, target), tensor)
         self._specs[key] = spec
 
     def _describe(self, call: Any, tensor: Tensor, key: MessageKey, other: int) -> Any:

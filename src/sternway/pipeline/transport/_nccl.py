@@ -83,6 +83,8 @@ class NcclCarrier(Carrier):
     def receive(self, key: MessageKey, spec: Spec, source: int) -> Arriving:
         self._watch.begin()
         edge = RankEdge(source, self._groups.rank, key.channel, key.is_gradient)
+        # The host is far ahead: without this the receive would occupy the GPU long before its message is made.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             tensors = [described.empty(self._device) for described in spec.tensors]
             parts = [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
@@ -136,7 +138,7 @@ class _OnStream(Arriving):
 
 def _as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's bytes: NCCL does not know every dtype."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _drop_completed(sending: deque[tuple[StreamWork, list[Tensor]]]) -> None:

@@ -1,10 +1,10 @@
 """In which order do the messages of a step reach a rank, and how early may it ask for each?
 
 The messages from one rank to another on one channel are received in the order in which they are sent: NCCL knows no
-other. A receive that is posted early occupies a GPU until its message is there. If that message could only be sent
-after something that this rank has not sent yet, the rank would wait for itself as soon as anything it does waits for
-the GPU, as loading a kernel or freeing memory may. So each message comes with the number of messages that this rank
-must have sent before.
+other. A receive that is posted early occupies a part of a GPU until its message is there, so only the next few are.
+If a message could only be sent after something that this rank has not sent yet, the rank would wait for itself as soon
+as anything it does waits for the GPU, as loading a kernel or freeing memory may. So each message comes with the number
+of messages that this rank must have sent before.
 """
 
 from __future__ import annotations
@@ -30,10 +30,16 @@ class RankEdge:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A message that this rank receives, and how many it must have sent itself before the other rank can send it."""
+    """A message that this rank receives.
+
+    Attributes:
+        after: how many messages this rank must have sent before the other rank can send this one.
+        turn: how many messages this rank needs before this one.
+    """
 
     key: MessageKey
     after: int
+    turn: int
 
 
 def edge_of(key: MessageKey, rank_of: tuple[int, ...]) -> RankEdge:
@@ -70,6 +76,8 @@ def expected(schedule: Schedule, routes: Routes, training: bool, rank: int) -> d
         ]
         for steps in schedule.actions
     ]
+    needed = (key for step in received[rank] for key in step if rank_of[key.source] != rank)
+    turns = {key: turn for turn, key in enumerate(needed)}
     found: dict[RankEdge, list[Expected]] = {}
     past: dict[MessageKey, int] = {}  # how many messages of ``rank`` each message depends on
     seen = [0] * schedule.ranks  # how many messages of ``rank`` each rank's actions so far depend on
@@ -84,7 +92,7 @@ def expected(schedule: Schedule, routes: Routes, training: bool, rank: int) -> d
                 for key in sent[here][place[here]]:
                     there = rank_of[key.target]
                     if there == rank != here:
-                        found.setdefault(edge_of(key, rank_of), []).append(Expected(key, seen[here]))
+                        found.setdefault(edge_of(key, rank_of), []).append(Expected(key, seen[here], turns[key]))
                     seen[here] += here == rank != there
                     past[key] = seen[here]
                 place[here] += 1

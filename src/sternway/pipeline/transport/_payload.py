@@ -7,8 +7,8 @@ values that are no tensors, and each tensor's shape and dtype, and whether a gra
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -18,14 +18,44 @@ from sternway._tree import leaves, replace_leaves
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The shape and dtype of a tensor, and whether a gradient comes back for it."""
+    """The shape and dtype of a tensor, and whether a gradient comes back for it.
+
+    ``order`` is the order of its dimensions in memory, as of channels last; None if they are in order. It decides how
+    the tensor is sent, and not whether two descriptions are the same.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
+    order: tuple[int, ...] | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """The description of a tensor."""
+        order = None
+        if not tensor.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            strides = tensor.stride()
+            order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim)))
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, order)
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        """The shape of what ``in_memory`` returns."""
+        return self.shape if self.order is None else tuple(self.shape[dim] for dim in self.order)
 
     def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        """A tensor for what ``in_memory`` returns."""
+        return torch.empty(self.memory_shape, dtype=self.dtype, device=device)
+
+    def in_memory(self, tensor: Tensor) -> Tensor:
+        """A tensor as it is sent: contiguous, with its dimensions as they are in memory."""
+        return (tensor if self.order is None else tensor.permute(self.order)).contiguous()
+
+    def in_order(self, received: Tensor) -> Tensor:
+        """The inverse of ``in_memory``."""
+        if self.order is None:
+            return received
+        return received.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
 class TensorIndex:
@@ -63,7 +93,7 @@ class Spec:
 
     def gradients(self) -> Spec:
         """The spec of what comes back: one gradient for each tensor that needs one."""
-        wanted = tuple(TensorSpec(t.shape, t.dtype, False) for t in self.tensors if t.needs_grad)
+        wanted = tuple(TensorSpec(t.shape, t.dtype, False, t.order) for t in self.tensors if t.needs_grad)
         return Spec([TensorIndex(index) for index in range(len(wanted))], wanted)
 
     def shapes(self) -> str:
@@ -85,7 +115,7 @@ def pack(tree: Any) -> Payload:
         return TensorIndex(len(tensors) - 1)
 
     shape = replace_leaves(replace, tree)
-    return Spec(shape, tuple(TensorSpec(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)), tensors
+    return Spec(shape, tuple(TensorSpec.of(t) for t in tensors)), tensors
 
 
 def unpack(spec: Spec, tensors: Sequence[Tensor]) -> Any:

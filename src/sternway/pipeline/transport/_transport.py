@@ -1,7 +1,7 @@
 """What a pipeline needs of whatever carries its messages.
 
 A transport drives the programs of the ranks (``_routes.py``): it answers what they wait for and takes what they send.
-It also does what concerns all ranks at once: exchange facts before a step, add tensors up, gather numbers.
+It also does what concerns all ranks at once: tell them about a step, add tensors up, gather numbers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from sternway.pipeline.faults._watch import Watch
 from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._crew import Crew
 from sternway.pipeline.transport._facts import StepFacts
+from sternway.pipeline.transport._later import Rows
 from sternway.pipeline.transport._routes import RankProgram, Routes
 from sternway.schedule import Schedule
 
@@ -50,16 +51,28 @@ class Transport(ABC):
         """Open what the messages of a schedule need. All ranks call it together, once the schedule is known."""
 
     @abstractmethod
-    def drive(self, programs: dict[int, RankProgram], schedule: Schedule, routes: Routes, training: bool) -> None:
-        """Run the programs of this process's ranks to their end."""
+    def announce(self, prepare: Callable[[], StepFacts]) -> StepFacts:
+        """What the first rank says about the coming step, where ``prepare`` is called. No rank waits for a later one.
+
+        Raises:
+            PipelineError: on every rank, if ``prepare`` raises. Nobody has begun then.
+        """
 
     @abstractmethod
-    def exchange(self, prepare: Callable[[], StepFacts]) -> list[StepFacts]:
-        """Every process's facts about the coming step. If ``prepare`` raises on one process, all raise."""
+    def drive(self, programs: dict[int, RankProgram], facts: StepFacts) -> None:
+        """Run the programs of this process's ranks to their end, given what was announced about the step."""
 
     @abstractmethod
     def gather(self, numbers: Sequence[Sequence[float]]) -> list[list[float]]:
         """Every rank's row of numbers, given the rows of this process's ranks; all rows have one length."""
+
+    @abstractmethod
+    def gather_later(self, numbers: Callable[[], Rows]) -> Callable[[], Rows]:
+        """The same without a wait: a function that waits for every rank's row.
+
+        ``numbers`` returns the rows of this process's ranks; it may be called later, in another thread, to wait for a
+        GPU.
+        """
 
     @abstractmethod
     def add(self, tensors: list[Tensor], ranks: Sequence[int]) -> None:

@@ -1,0 +1,63 @@
+"""Loss scaling over ranks: gradients that are infinite on one rank make all ranks skip the step and lower the scale."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sternway._torch.amp import found_infinities
+from sternway.errors import PipelineError
+from sternway.pipeline.transport._transport import Transport
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` for a pipeline. Pass it to ``Pipeline(scaler=…)``, which scales the loss with it.
+
+    Example:
+        >>> scaler = GradScaler("cuda")                                               # doctest: +SKIP
+        >>> pipe = Pipeline(model, loss_fn=loss_fn, scaler=scaler, …)                 # doctest: +SKIP
+        >>> pipe.step(batch, target=target)                                           # doctest: +SKIP
+        >>> scaler.step(optimizer)           # on every rank, or on none              # doctest: +SKIP
+        >>> scaler.update()                  # the same scale on every rank           # doctest: +SKIP
+
+    ``result.loss`` is not scaled. Call ``scaler.unscale_(optimizer)`` before ``pipe.clip_grad_norm_``, as in torch. The
+    arguments are torch's, and must be the same on every rank.
+    """
+
+    _transport: Transport | None = None
+    _ranks = 0
+
+    def connect(self, transport: Transport, ranks: int) -> None:
+        """Belong to a pipeline; ``Pipeline`` calls this."""
+        self._transport, self._ranks = transport, ranks
+        self._unscaled: set[int] = set()
+        self.scale(torch.zeros((), device=transport.device))  # torch makes the scale when it is first used
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, and look whether those of all ranks are finite."""
+        if self._transport is None:
+            raise PipelineError("a GradScaler must belong to a pipeline", got="none", fix="pass Pipeline(scaler=…)")
+        super().unscale_(optimizer)
+        if not self.is_enabled():
+            return
+        self._unscaled.add(id(optimizer))
+        found = found_infinities(self, optimizer)
+        mine: Tensor = sum(found, torch.zeros((), device=self._transport.device))
+        if self._transport.mine:
+            self._transport.add([mine], range(self._ranks))
+        for each in found:
+            each.copy_(mine)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Take the optimizer step, unless the gradients of any rank are not finite."""
+        if self.is_enabled() and id(optimizer) not in getattr(self, "_unscaled", ()):
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Change the scale, in the same way on every rank."""
+        if self._transport is not None:
+            self._unscaled.clear()
+        super().update(new_scale)

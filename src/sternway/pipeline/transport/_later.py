@@ -1,0 +1,71 @@
+"""Numbers of all ranks that nobody has to wait for: a thread gathers them, and whoever wants them looks later.
+
+A rank hands in a way to get its numbers, and goes on. Its thread gets them, which on a GPU means to wait until the GPU
+has come so far, and gathers those of all ranks over a process group of its own. All ranks hand in the same things in
+the same order.
+"""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Rows = list[list[float]]
+
+
+class LateGathers:
+    """The thread of one rank.
+
+    Args:
+        group: a process group that nothing else uses.
+        ranks: how many ranks it has.
+        explain: turns a lost connection into an error that says which rank was lost.
+    """
+
+    def __init__(self, group: Any, ranks: int, explain: Callable[[Exception], Exception]) -> None:
+        self._group, self._ranks, self._explain = group, ranks, explain
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], list[float]], Future[Rows]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="sternway-gather", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)  # a thread inside gloo when Python ends would crash the process
+
+    def submit(self, numbers: Callable[[], list[float]]) -> Callable[[], Rows]:
+        """Hand in a row of numbers, which the thread gets by calling ``numbers``.
+
+        Returns:
+            A function that waits for the rows of all ranks, and returns them.
+        """
+        found: Future[Rows] = Future()
+        self._jobs.put((numbers, found))
+        return found.result
+
+    def stop(self, timeout: float = 5.0) -> None:
+        """Finish what was handed in, as long as the other ranks do, and end the thread."""
+        atexit.unregister(self.stop)
+        self._jobs.put(None)
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        failed: Exception | None = None
+        while (job := self._jobs.get()) is not None:
+            numbers, found = job
+            try:
+                if failed is not None:
+                    raise failed
+                found.set_result(self._gather(numbers()))
+            except Exception as error:
+                failed = failed or (self._explain(error) if isinstance(error, RuntimeError) else error)
+                found.set_exception(failed)
+
+    def _gather(self, numbers: list[float]) -> Rows:
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self._ranks)]
+        dist.all_gather(rows, mine, group=self._group)
+        return [row.tolist() for row in rows]
