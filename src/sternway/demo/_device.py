@@ -14,7 +14,6 @@ SHARED_GPU = {  # sockets alone: what goes through shared memory finds out that 
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
     "NCCL_IB_DISABLE": "1",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # with fewer queues, a kernel may wait for a receive of another stream
 }
 
 
