@@ -166,7 +166,6 @@ VALID: dict[str, set[str]] = {
     "Pipeline memory_limit": {"None", "1.5", "inf", "huge"},
     "Pipeline tied": {"list"},
     "Pipeline reports": {"None", "text", "empty text"},
-    "step target": {"tensor"},  # shorter than the batch, but it can be split: what fits is for the loss to say
     **{name: {"None"} for name in ("step stage_kwargs", "step nonfinite", "resume optimizer", "resume step")},
     "clip_grad_norm_": {"1.5", "huge"},
     "resume": {"text"},  # a folder that is not there yet

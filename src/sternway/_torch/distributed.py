@@ -220,7 +220,8 @@ def start_copy(communicator: Any, tensor: Tensor, source: int) -> Any:
 
 def _waiting(communicator: Any, work: Any) -> Any:
     """A work whose ``wait`` does not block the host, if it is one of GPUs."""
-    return StreamWork(work) if has_nccl() and isinstance(communicator, dist.ProcessGroupNCCL) else work
+    kind = getattr(dist, "ProcessGroupNCCL", None)  # None in a torch without NCCL
+    return StreamWork(work) if kind is not None and isinstance(communicator, kind) else work
 
 
 def abort_communicators(communicators: Sequence[Any]) -> None:

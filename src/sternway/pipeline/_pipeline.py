@@ -10,11 +10,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from sternway._bytes import show_bytes
 from sternway._torch import require
 from sternway.errors import PipelineError
-from sternway.pipeline.build._checks import check_arguments, check_placement, checked_skips
-from sternway.pipeline.build._plan import BuildPlan, BuildRequest, make_plan
+from sternway.pipeline.build._agree import agreed_plan, describe, make_stages
+from sternway.pipeline.build._checks import check_arguments, checked_skips
+from sternway.pipeline.build._plan import BuildRequest
 from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest
 from sternway.pipeline.checkpoint._saving import Resumed, Saving
 from sternway.pipeline.faults._nonfinite import OnNonfinite, check_nonfinite
@@ -26,10 +26,9 @@ from sternway.pipeline.step._microbatch import Chunk, ChunkSpec
 from sternway.pipeline.step._result import StepResult
 from sternway.pipeline.step._runner import StepOptions, StepRunner
 from sternway.pipeline.step._scaler import GradScaler
-from sternway.pipeline.step._stage import LossFn, Stage, named_parameters
+from sternway.pipeline.step._stage import LossFn, named_parameters
 from sternway.pipeline.transport._clock import clock_offsets
 from sternway.pipeline.transport._dist import default_transport
-from sternway.pipeline.transport._facts import checksum
 from sternway.pipeline.transport._place import devices_of
 from sternway.pipeline.transport._routes import Routes
 from sternway.pipeline.transport._transport import Transport
@@ -114,9 +113,9 @@ class Pipeline:
         request = BuildRequest(
             stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target
         )
-        self._plan = _agreed_plan(request, self.transport)
+        self._plan = agreed_plan(request, self.transport)
         self.schedule, self.costs = self._plan.schedule, self._plan.costs
-        self.stages = _stages(self._plan, loss_fn, saved, scaler)
+        self.stages = make_stages(self._plan, loss_fn, saved, scaler)
         ranks_here = self.transport.mine or tuple(range(ranks))
         routes = Routes(self.schedule.num_stages, checked_skips(skips, self.schedule.num_stages))
         self.transport.connect(self.schedule, routes)
@@ -245,18 +244,13 @@ class Pipeline:
             own = stage.module.state_dict()
             missing = sorted(own.keys() - state.keys())
             if missing:
-                raise PipelineError(
-                    "state must have every parameter of this rank",
-                    got=f"none for {missing[0]}",
-                    fix="pass the state of the same model",
-                )
+                rule, fix = "state must have every parameter of this rank", "pass the state of the same model"
+                raise PipelineError(rule, got=f"none for {missing[0]}", fix=fix)
             try:
                 stage.module.load_state_dict({name: state[name] for name in own})
             except (RuntimeError, TypeError, AttributeError) as error:
-                got = f"{type(error).__name__}: {error}"
-                raise PipelineError(
-                    "state must fit the model", got=got, fix="pass the state of the same model"
-                ) from None
+                got, fix = f"{type(error).__name__}: {error}", "pass the state of the same model"
+                raise PipelineError("state must fit the model", got=got, fix=fix) from None
 
     def train(self, mode: bool = True) -> Self:
         """Set this process's modules to training mode, as ``nn.Module.train``."""
@@ -351,60 +345,4 @@ class Pipeline:
             self._guard.close()
 
     def __repr__(self) -> str:
-        schedule, plan = self.schedule, self._plan
-        mine, size = self.transport.mine, show_bytes(sum(p.nbytes for p in self.parameters()))
-        here = f"rank {mine[0]}, stages {', '.join(map(str, self.stages))}" if mine else "all ranks"
-        lines = [f"Pipeline of {schedule.num_stages} stages on {schedule.ranks} ranks"]
-        lines.append(f"  schedule  {schedule.name}, {schedule.n_microbatches} microbatches")
-        if plan.cuts is not None:
-            lines.append(f"  cuts      {', '.join(plan.cuts) or 'none'}")
-        lines.append(f"  here      {here}: {size} of parameters")
-        timeline, peaks = schedule.simulate(plan.costs), plan.peak_bytes()
-        if peaks is None:
-            lines.append(f"  planned   bubble {timeline.bubble_rate:.1%}, if F, I and W take equally long")
-        else:
-            lines.append(
-                f"  planned   {1e3 * timeline.makespan:.2f} ms, bubble {timeline.bubble_rate:.1%}, "
-                f"activations of at most {show_bytes(max(peaks))} on a rank"
-            )
-        return "\n".join(lines)
-
-
-def _agreed_plan(request: BuildRequest, transport: Transport) -> BuildPlan:
-    """The plan for this process, if all ranks have one, with the same schedule."""
-    made: list[BuildPlan] = []
-
-    def prepare() -> int:
-        made.append(make_plan(request, transport))
-        check_placement(made[0], request, transport)
-        return checksum(made[0].schedule.to_json())
-
-    found, schedule = transport.crew().agree(prepare), made[0].schedule
-    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
-    if other is not None:
-        raise PipelineError(
-            "all ranks must run the same schedule",
-            got=f"another on rank {other} than on rank 0; here it is {schedule.name} of {schedule.n_microbatches}",
-            fix="build the pipeline from the same arguments on every rank",
-        )
-    return made[0]
-
-
-def _stages(
-    plan: BuildPlan,
-    loss_fn: LossFn | None,
-    saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None,
-    scaler: GradScaler | None,
-) -> dict[int, Stage]:
-    last = plan.schedule.num_stages - 1
-    return {
-        index: Stage(
-            index,
-            module,
-            is_last=index == last,
-            loss_fn=loss_fn if index == last else None,
-            saved=saved if saved is None or isinstance(saved, AbstractContextManager) else saved(index),
-            scale=None if scaler is None else scaler.scale,
-        )
-        for index, module in sorted(plan.modules.items())
-    }
+        return describe(self._plan, self.transport, sum(p.nbytes for p in self.parameters()))

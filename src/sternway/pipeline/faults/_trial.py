@@ -67,9 +67,9 @@ class Trial:
         if self._max_norm is None or not self.exceeded or self._clipped:
             return "kept"
         self._roll_back()
-        scale = torch.clamp(self._max_norm / (norm + 1e-6), max=1.0)
+        scale = float(torch.clamp(self._max_norm / (norm + 1e-6), max=1.0))
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
-            parameter.grad = None if grad is None else grad * scale.to(grad.device)
+            parameter.grad = None if grad is None else grad * scale
         self._optimizer.step()
         self._drop_grads()
         return "clipped"

@@ -193,8 +193,8 @@ class DistTransport(Transport):
 
     def close(self) -> None:
         if self.device.type == "cuda":  # the host may be ahead of the GPU: let that end what was posted
-            self._groups.attempt(torch.cuda.synchronize, self.device)
             try:
+                self._groups.attempt(torch.cuda.synchronize, self.device)
                 self._check_lost()
             except LostRankError as error:
                 self.fail(error)

@@ -1,0 +1,77 @@
+"""From a plan to what a pipeline holds: a plan that all ranks agree on, its stages, and its description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from sternway._bytes import show_bytes
+from sternway.errors import PipelineError
+from sternway.pipeline.build._checks import check_placement
+from sternway.pipeline.build._plan import BuildPlan, BuildRequest, make_plan
+from sternway.pipeline.step._scaler import GradScaler
+from sternway.pipeline.step._stage import LossFn, Stage
+from sternway.pipeline.transport._facts import checksum
+from sternway.pipeline.transport._transport import Transport
+
+
+def agreed_plan(request: BuildRequest, transport: Transport) -> BuildPlan:
+    """The plan for this process, if all ranks have one, with the same schedule."""
+    made: list[BuildPlan] = []
+
+    def prepare() -> int:
+        made.append(make_plan(request, transport))
+        check_placement(made[0], request, transport)
+        return checksum(made[0].schedule.to_json())
+
+    found, schedule = transport.crew().agree(prepare), made[0].schedule
+    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+    if other is not None:
+        raise PipelineError(
+            "all ranks must run the same schedule",
+            got=f"another on rank {other} than on rank 0; here it is {schedule.name} of {schedule.n_microbatches}",
+            fix="build the pipeline from the same arguments on every rank",
+        )
+    return made[0]
+
+
+def make_stages(
+    plan: BuildPlan,
+    loss_fn: LossFn | None,
+    saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None,
+    scaler: GradScaler | None,
+) -> dict[int, Stage]:
+    """The stages of a plan that are here."""
+    last = plan.schedule.num_stages - 1
+    return {
+        index: Stage(
+            index,
+            module,
+            is_last=index == last,
+            loss_fn=loss_fn if index == last else None,
+            saved=saved if saved is None or isinstance(saved, AbstractContextManager) else saved(index),
+            scale=None if scaler is None else scaler.scale,
+        )
+        for index, module in sorted(plan.modules.items())
+    }
+
+
+def describe(plan: BuildPlan, transport: Transport, nbytes: int) -> str:
+    """What ``print`` shows of a pipeline whose parameters take so many bytes here."""
+    schedule, mine, size = plan.schedule, transport.mine, show_bytes(nbytes)
+    here = f"rank {mine[0]}, stages {', '.join(map(str, sorted(plan.modules)))}" if mine else "all ranks"
+    lines = [f"Pipeline of {schedule.num_stages} stages on {schedule.ranks} ranks"]
+    lines.append(f"  schedule  {schedule.name}, {schedule.n_microbatches} microbatches")
+    if plan.cuts is not None:
+        lines.append(f"  cuts      {', '.join(plan.cuts) or 'none'}")
+    lines.append(f"  here      {here}: {size} of parameters")
+    timeline, peaks = schedule.simulate(plan.costs), plan.peak_bytes()
+    if peaks is None:
+        lines.append(f"  planned   bubble {timeline.bubble_rate:.1%}, if F, I and W take equally long")
+    else:
+        lines.append(
+            f"  planned   {1e3 * timeline.makespan:.2f} ms, bubble {timeline.bubble_rate:.1%}, "
+            f"activations of at most {show_bytes(max(peaks))} on a rank"
+        )
+    return "\n".join(lines)
