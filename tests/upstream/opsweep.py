@@ -1,7 +1,7 @@
 """The sweeps over torch's own samples, as a program: the split, policies for saved tensors, the compiled split.
 
-    python tests/upstream/opsweep.py                             # all of them; exit code 1 if anything is wrong
-    python tests/upstream/opsweep.py split --share 8 --of 3      # an eighth of one
+python tests/upstream/opsweep.py                             # all of them; exit code 1 if anything is wrong
+python tests/upstream/opsweep.py split --share 8 --of 3      # an eighth of one
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import pytest
 from judge import Explanation, Suite, explanations, main
 from replaced import WAYS
 
-SUITE = '''
+SUITE = """
 import unittest
 import torch
 
@@ -28,7 +28,7 @@ class TestSmall(unittest.TestCase):
     @unittest.skip("not here")
     def test_skipped(self):
         pass
-'''
+"""
 
 
 @pytest.fixture
