@@ -1,4 +1,4 @@
-"""torch's own samples of every operator and module, as autograd has them (``make opsweep`` runs all)."""
+"""torch's own samples of every operator and module, as autograd has them (``make opsweep`` runs all of them)."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ def pop_saved_hooks() -> None:
 
 def top_saved_hooks() -> tuple[Callable[[Tensor], Any] | None, Callable[[Any], Tensor] | None]:
     """The pair that autograd calls in this thread; two times None if there is none."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) or (None, None)  # also while Dynamo traces
+    pair: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # also while Dynamo traces
+    return pair or (None, None)
 
 
 def disabled_message() -> str | None:

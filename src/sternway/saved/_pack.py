@@ -7,6 +7,7 @@ except that ``keep`` always wins.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -82,7 +83,9 @@ def pack_under(stack: PolicyStack, tensor: Tensor) -> Packed:
     kept = tensor.detach() if hooks is None else tensor  # what a user's hook returned is the object it was
     name = stack.names.current()
     line = stack.report.line(name)
-    if (reason := _unfit(tensor)) is not None:
+    # On a GPU, what a backward saves comes from a thread of the engine; policies are of the thread that entered them.
+    reason = _unfit(tensor) if threading.get_ident() == stack.thread else "other thread"
+    if reason is not None:
         line.skip(reason, _size(tensor))
         return Packed(kept, None, None, hooks)
     mutables = [policy for policy in policies if isinstance(policy, Mutable)]

@@ -8,6 +8,7 @@ it that a block which is never left could spoil.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
@@ -27,8 +28,9 @@ class PolicyStack:
 
     def __init__(self, *policies: Policy, within: PolicyStack | None = None) -> None:
         self.policies: tuple[Policy, ...] = (*(within.policies if within is not None else ()), *policies)
-        self.report = within.report if within is not None else Report()
-        self.names = within.names if within is not None else Names()
+        self.report: Report = within.report if within is not None else Report()
+        self.names: Names = within.names if within is not None else Names()
+        self.thread = threading.get_ident()
         for policy in policies:
             if policy.model is not None:
                 self.names.know(policy.model)
