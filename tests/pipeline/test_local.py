@@ -225,6 +225,50 @@ def test_autocast() -> None:
     assert_same_grads(whole(stages), reference, rtol=5e-2, atol=5e-3)
 
 
+def test_what_autocast_leaves_in_float32_stays_so_in_w() -> None:
+    """I and B run without autocast, as a backward should; W ran under it, and rounded its products to bfloat16."""
+
+    class Island(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(DIM, DIM))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return torch.tanh(x.float() @ self.weight)
+
+    stages: dict[int, nn.Module] = {0: Island(), 1: Island()}
+    reference = copy.deepcopy(whole(stages))
+    x, target = torch.randn(4, 4, DIM), torch.randn(4, 4, DIM)
+    pipe = Pipeline(stages, schedule="zb-h1", n_microbatches=2, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport())
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe.step(x, target=target)
+    F.mse_loss(reference(x), target).backward()
+    assert_same_grads(whole(stages), reference)
+
+
+def test_a_derived_weight_under_a_checkpoint_and_autocast() -> None:
+    """What I recomputes under autocast, W reads without it."""
+
+    class Derived(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(DIM, 4)), nn.Parameter(torch.randn(4, DIM))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(lambda x: torch.tanh(x @ (self.a @ self.b).tanh()), x, use_reentrant=False)
+
+    stages: dict[int, nn.Module] = {0: Derived(), 1: Derived()}
+    reference = copy.deepcopy(whole(stages))
+    x, target = torch.randn(4, 4, DIM), torch.randn(4, 4, DIM)
+    pipe = Pipeline(stages, schedule="zb-h1", n_microbatches=1, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport())
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe.step(x, target=target)
+        loss = F.mse_loss(reference(x), target)
+    loss.backward()
+    assert_same_grads(whole(stages), reference, rtol=1e-2, atol=1e-4)
+
+
 def test_fifty_steps_of_adamw_with_clipping() -> None:
     stages = stages_of(4)
     reference = copy.deepcopy(whole(stages))

@@ -156,6 +156,31 @@ def test_a_parameter_that_i_computes_keeps_a_branch_in_i() -> None:
     assert names(model, pending.deferred) == {"layer.weight", "layer.bias"}
 
 
+def test_an_output_that_no_input_reaches() -> None:
+    model, (x, ids) = TwoTowers(), inputs()
+    reference, their_x = twin(model, x)
+    grads = [torch.randn(2, 6, WIDTH), torch.randn(2, 4, WIDTH)]
+    torch.autograd.backward([reference.image(their_x), reference.text(ids)], grads)
+    grad, pending = split.backward_input((model.image(x), model.text(ids)), tuple(grads), x)
+    torch.testing.assert_close(grad, their_x.grad)
+    assert len(pending.deferred) == len(list(model.parameters()))
+    pending.run()
+    assert_same_grads(model, reference)
+
+
+@pytest.mark.parametrize("backend", ["sternway", "aot_eager"])
+def test_a_compiled_graph_in_a_branch_runs_whole_in_w(backend: str) -> None:
+    model, (x, ids) = TwoTowers(), inputs()
+    reference = twin(model)[0]
+    options = {"options": {"inner": "aot_eager"}} if backend == "sternway" else {}
+    model.text[1].compile(backend=backend, **options)
+    reference(x, ids).square().sum().backward()
+    pending = split.backward_input(model(x, ids).square().sum(), None, x)[1]
+    assert len(pending.deferred) == len(list(model.parameters()))
+    pending.run()
+    assert_same_grads(model, reference, rtol=1e-4, atol=1e-5)
+
+
 def test_preview_names_where_a_branch_begins() -> None:
     model, (x, ids) = TwoTowers(), inputs()
     found = split.preview((model.image(x), model.text(ids)), x)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from shapes import BRANCHES, TOKENS, WIDTH, Derived, Frozen
+from shapes import BRANCHES, TOKENS, WIDTH, Adapted, Derived, Frozen
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from sternway import split
+from sternway import pipeline, split
 from sternway._storage import tensors_in
 from sternway._torch.saved_hooks import intercept
 
@@ -67,3 +67,11 @@ def test_nbytes_is_what_is_alive(make: Callable[[], nn.Module], call: Call, need
     assert pending.nbytes == watched.alive
     pending.run()
     assert pending.nbytes == 0
+
+
+def test_a_profile_plans_with_it() -> None:
+    stages = [nn.Sequential(Adapted(), nn.GELU(), Adapted()), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    x = torch.randn(6, WIDTH)
+    found = pipeline.profile(stages, x, repeats=1)
+    _, pending = split.backward_input(stages[0](x), torch.randn(6, WIDTH))
+    assert found.bytes_after_I[0] == pending.nbytes

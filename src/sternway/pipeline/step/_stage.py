@@ -64,6 +64,7 @@ class Stage:
         self.outputs: dict[int, Any] = {}
         self._graphs: dict[int, _Graph] = {}
         self._pendings: dict[int, split.Pending] = {}
+        self._device = "cpu"  # where the last I ran
 
     def forward(
         self, number: int, microbatch: Microbatch, received: dict[str, Payload], keep_output: bool
@@ -119,14 +120,16 @@ class Stage:
         outputs, output_grads = self._roots(graph, grads)
         found: dict[str, list[Tensor | None]] = {name: [None] * len(ts) for name, ts in graph.inputs.items()}
         if outputs:
-            with torch.autocast(outputs[0].device.type, enabled=False):
+            self._device = outputs[0].device.type
+            with torch.autocast(self._device, enabled=False):
                 found, self._pendings[number] = split.backward_input(outputs, output_grads, graph.inputs)
         return _whole(found, graph.inputs)
 
     def backward_weight(self, number: int) -> None:
         """W: the weight gradients that I left."""
         if (pending := self._pendings.pop(number, None)) is not None:
-            pending.run()
+            with torch.autocast(self._device, enabled=False):
+                pending.run()
 
     def backward(self, number: int, grads: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         """B: I and W in one call of the autograd engine, which costs less than two."""
