@@ -1,0 +1,65 @@
+"""One row of the zoo's table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Batch = Callable[[int], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An architecture that nobody here wrote.
+
+    Attributes:
+        name: of the row.
+        family: what kind of model it is.
+        build: makes the model, unmodified, in training mode, with random weights.
+        batch: so many rows of keyword arguments of its forward.
+        target: for a model that returns no loss of its own, the target of ``loss`` for so many rows.
+    """
+
+    name: str
+    family: str
+    build: Callable[[], nn.Module]
+    batch: Batch
+    target: Callable[[int], Tensor] | None = None
+
+    def make(self) -> nn.Module:
+        """The model, the same one each time, in training mode."""
+        torch.manual_seed(0)
+        return self.build().train()
+
+    def data(self, rows: int) -> tuple[dict[str, Any], Tensor | None]:
+        """A batch, the same one each time, and its target."""
+        torch.manual_seed(1)
+        return self.batch(rows), None if self.target is None else self.target(rows)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def tensor_of(output: Any) -> Tensor:
+    """The tensor that a model's output is about."""
+    if isinstance(output, Tensor):
+        return output
+    return output.sample if hasattr(output, "sample") else output[0]
+
+
+def loss_fn(output: Any, target: Tensor) -> Tensor:
+    """The loss for models that have none: the mean square error, or cross entropy for classes."""
+    value = tensor_of(output)
+    if target.dtype == torch.long:
+        return nn.functional.cross_entropy(value, target)
+    return nn.functional.mse_loss(value, target)
+
+
+def loss_of(model: nn.Module, batch: dict[str, Any], target: Tensor | None) -> Tensor:
+    """The loss of a batch: the model's own, or ``loss_fn``'s."""
+    output = model(**batch)
+    return output.loss if target is None else loss_fn(output, target)
