@@ -22,7 +22,7 @@ def assert_same_buffers(model: nn.Module, reference: nn.Module) -> None:
         torch.testing.assert_close(buffer, expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
-def split_and_compare(model: nn.Module, entry: Entry) -> split.Pending:
+def split_and_compare(model: nn.Module, entry: Entry, **tolerance: float) -> None:
     reference = copy.deepcopy(model)
     batch, target = entry.data(4)
     for _ in range(2):  # the first gradient, and the adding to it
@@ -32,9 +32,8 @@ def split_and_compare(model: nn.Module, entry: Entry) -> split.Pending:
         torch.testing.assert_close(loss, expected)
         _, pending = split.backward_input(loss, None, [])
         pending.run()
-    assert_same_grads(model, reference, **EXACT)
+    assert_same_grads(model, reference, **tolerance or EXACT)
     assert_same_buffers(model, reference)
-    return pending
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -60,4 +59,4 @@ def test_under_gradient_checkpointing(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2-tied", "mixtral", "bert", "t5-tied", "vit", "lora-llama", "dit"])
 def test_under_bfloat16_autocast(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        split_and_compare(MODELS[name].make(), MODELS[name])
+        split_and_compare(MODELS[name].make(), MODELS[name], rtol=1.6e-2, atol=1e-4)  # one bit of bfloat16
