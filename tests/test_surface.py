@@ -62,6 +62,7 @@ SURFACE = {
     "sternway.viewer": ["render", "write"],
     "sternway.hooks": ["Collected", "Handle", "collect", "on_grads"],
     "sternway.saved": [
+        "Attached",
         "Compress",
         "Hooks",
         "ModuleRow",
