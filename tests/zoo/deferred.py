@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from sternway import graph, split
+from sternway._torch.saved_hooks import intercept
 
 Step = Callable[[], tuple[Tensor, Sequence[Tensor]]]
 """Runs a forward; gives its output and the inputs whose gradients are wanted."""
@@ -68,10 +69,23 @@ def measure(step: Step) -> Deferral:
 
 
 def flops(run: Callable[[], object]) -> int:
-    """The floating-point operations of matrix products and convolutions in ``run``."""
-    with FlopCounterMode(display=False, custom_mapping=_MORE) as counter:
+    """The floating-point operations of matrix products and convolutions in ``run``.
+
+    torch's own counter puts hooks on modules, which a checkpoint that recomputes them does not stand.
+    """
+    total = 0
+
+    def count(operator: Any, args: Any, kwargs: Any) -> Any:
+        nonlocal total
+        result = operator(*args, **kwargs)
+        formula = _FORMULAS.get(operator._overloadpacket)
+        if formula is not None:
+            total += formula(*args, **kwargs, out_val=result)
+        return result
+
+    with intercept(count):
         run()
-    return counter.get_total_flops()
+    return total
 
 
 def _grouped_mm(left: Any, right: Any, *_: Any, **__: Any) -> int:
@@ -94,5 +108,10 @@ def _expanded(*arguments: Any) -> list[list[int]]:
     return found
 
 
-# What torch's counter does not know.
-_MORE = {torch.ops.aten._grouped_mm: _grouped_mm, torch.ops.aten._trilinear: _trilinear}
+_FORMULAS = {  # torch's, and those that it lacks
+    **flop_registry,
+    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
+    torch.ops.aten.baddbmm_: flop_registry[torch.ops.aten.baddbmm],
+    torch.ops.aten._grouped_mm: shape_wrapper(_grouped_mm),
+    torch.ops.aten._trilinear: shape_wrapper(_trilinear),
+}
