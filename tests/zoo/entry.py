@@ -21,7 +21,9 @@ class Entry:
         family: what kind of model it is.
         build: makes the model, unmodified, in training mode, with random weights.
         batch: so many rows of keyword arguments of its forward.
-        target: for a model that returns no loss of its own, the target of ``loss`` for so many rows.
+        target: for a model that returns no loss of its own, the target of ``loss_fn`` for so many rows.
+        coupled: the loss of a row depends on the other rows (a contrastive loss), so that a batch in microbatches has
+            another loss than the whole batch, whoever computes it. Batch norm does that, too.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Entry:
     build: Callable[[], nn.Module]
     batch: Batch
     target: Callable[[int], Tensor] | None = None
+    coupled: bool = False
 
     def make(self) -> nn.Module:
         """The model, the same one each time, in training mode."""
@@ -68,3 +71,18 @@ def loss_of(model: nn.Module, batch: dict[str, Any], target: Tensor | None) -> T
     """The loss of a batch: the model's own, or ``loss_fn``'s."""
     output = model(**batch)
     return output.loss if target is None else loss_fn(output, target)
+
+
+def plain_step(entry: Entry, model: nn.Module, rows: int, n_microbatches: int) -> Tensor:
+    """Forward and backward without any of our code; the loss. For a coupled model, in as many microbatches."""
+    batch, target = entry.data(rows)
+    coupled = entry.coupled or any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    parts = n_microbatches if coupled else 1
+    total = torch.zeros(())
+    for part in range(parts):
+        chosen = slice(part * rows // parts, (part + 1) * rows // parts)
+        some = {name: value[chosen] if isinstance(value, Tensor) else value for name, value in batch.items()}
+        loss = loss_of(model, some, None if target is None else target[chosen]) / parts
+        loss.backward()
+        total += loss.detach()
+    return total

@@ -72,13 +72,15 @@ def config_of(model_class: str, **options: Any) -> Any:
     return config
 
 
-def entry(name: str, family: str, model_class: str, batch: Batch, **options: Any) -> Entry:
+def entry(
+    name: str, family: str, model_class: str, batch: Batch, *, coupled: bool = False, **options: Any
+) -> Entry:
     """A row of the table: the architecture's own class, with the given configuration."""
 
     def build() -> nn.Module:
         return getattr(transformers, model_class)(config_of(model_class, **options))
 
-    return Entry(name, family, build, batch)
+    return Entry(name, family, build, batch, coupled=coupled)
 
 
 def ids(rows: int, length: int = 8) -> torch.Tensor:
@@ -214,7 +216,7 @@ VISION = [
         hidden_sizes=[8, 16], depths=[2, 2], num_stages=2, patch_size=2, num_labels=5,
     ),
     entry(
-        "clip", "vision", "CLIPModel", image_and_text,
+        "clip", "vision", "CLIPModel", image_and_text, coupled=True,
         text_config=BERT | {"num_hidden_layers": 2, "eos_token_id": 1, "bos_token_id": 0},
         vision_config=IMAGE | {"num_hidden_layers": 2}, projection_dim=8,
     ),
