@@ -45,6 +45,7 @@ _AREAS = (
     "tracing",
     "distributed",
     "parallel",
+    "modes",
 )
 
 

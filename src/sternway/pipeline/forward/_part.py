@@ -1,0 +1,155 @@
+"""A whole model as stages: which piece is in which stage, and a module for each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from sternway.errors import PipelineError
+from sternway.pipeline.forward._absent import like
+from sternway.pipeline.forward._flow import Call, Crossing, Flow
+from sternway.pipeline.forward._record import names_of_kept, record
+from sternway.pipeline.forward._shield import Shield
+from sternway.pipeline.forward._stage_run import Message, StageRun, StageTask, Trail
+from sternway.pipeline.transport._payload import pack
+
+
+class CutModel:
+    """A model, its pieces, and the stage of each call of a piece.
+
+    Args:
+        model: the whole model.
+        pieces: the names of its pieces.
+        stage_of_call: the stage of each call; the number -1 stands for all calls of a piece.
+        flow: what a forward showed; None to look at the first batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, pieces: Sequence[str], stage_of_call: Mapping[Call, int], flow: Flow | None
+    ) -> None:
+        self.model, self.stage_of_call = model, dict(stage_of_call)
+        self.pieces = {name: model.get_submodule(name) for name in pieces}
+        self.last = max(stage_of_call.values(), default=0)
+        names = names_of_kept(model, self.pieces)
+        self.kept = frozenset(names)
+        self.crossing: Crossing | None = None
+        self.stages_of = self._stages_of(names, flow)
+        if flow is not None:
+            self.crossing = flow.crossing(self.stage_of_call)
+
+    def _stages_of(self, names: Mapping[int, Sequence[str]], flow: Flow | None) -> dict[int, set[int]]:
+        """The stages that hold each parameter and each buffer of a piece, by the tensor's id."""
+        found: dict[int, set[int]] = {key: set() for key in names}
+        if flow is not None:
+            stage_of = flow.stages(self.stage_of_call)
+            for key, aliases in names.items():
+                found[key] = {stage_of[segment] for name in aliases for segment in flow.kept.get(name, ())}
+        for (name, _), stage in self.stage_of_call.items():
+            for tensor in [*self.pieces[name].parameters(), *self.pieces[name].buffers()]:
+                if flow is None or not found[id(tensor)]:
+                    found[id(tensor)].add(stage)
+        everywhere = set(range(self.last + 1)) if flow is None else {0}
+        return {key: stages or everywhere for key, stages in found.items()}
+
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossing:
+        """What crosses the cuts: as is known, or else as one forward of this batch shows."""
+        if self.crossing is None:
+            flow = record(self.model, self.pieces, args, kwargs)
+            names = {name: key for key, all_names in names_of_kept(self.model, self.pieces).items() for name in all_names}
+            stage_of = flow.stages(self.stage_of_call)
+            for name, segments in flow.kept.items():
+                elsewhere = {stage_of[segment] for segment in segments} - self.stages_of[names[name]]
+                if elsewhere:
+                    raise PipelineError(
+                        f"{name} is used in stage {min(elsewhere)}, but was given to another",
+                        got=f"stages {sorted(self.stages_of[names[name]])}",
+                        fix="pass sample=, one microbatch, from which it is found who uses what",
+                    )
+            self.crossing = flow.crossing(self.stage_of_call)
+        return self.crossing
+
+    def parts(self) -> list[ModelPart]:
+        """A module for each stage."""
+        return [ModelPart(self, stage) for stage in range(self.last + 1)]
+
+
+class ModelPart(nn.Module):
+    """One stage of a whole model. It holds the stage's parameters and buffers, by their names in the whole model.
+
+    The first stage is called with the arguments of the model, every other one with what the stage before returned. The
+    last one returns what the model does.
+    """
+
+    def __init__(self, cut: CutModel, stage: int) -> None:
+        super().__init__()
+        self._fill(cut, stage)
+        tensors = [*self.parameters(), *self.buffers()]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        # Not a submodule: its other parts are not this stage's.
+        self._cut = (cut,)
+        self._task = StageTask(cut.model, cut.pieces, stage, cut.last, cut.stage_of_call, cut.kept, device)
+        self._shields = Shield(), Shield()
+        super().train(cut.model.training)
+
+    def _fill(self, cut: CutModel, stage: int) -> None:
+        """Take the stage's pieces, what it holds besides them, and the buffers that are outside of pieces."""
+        own = [name for (name, _), where in cut.stage_of_call.items() if where == stage]
+        for name in dict.fromkeys(own):
+            self._holder(name).add_module(name.rpartition(".")[2], cut.pieces[name])
+        for name, parameter in cut.model.named_parameters(remove_duplicate=False):
+            if stage in cut.stages_of[id(parameter)] and not _within(name, own):
+                self._holder(name).register_parameter(name.rpartition(".")[2], parameter)
+        for path, module in cut.model.named_modules(remove_duplicate=False):
+            for short, buffer in module.named_buffers(recurse=False):
+                name = f"{path}.{short}" if path else short
+                if stage in cut.stages_of.get(id(buffer), (stage,)) and not _within(name, own):
+                    persistent = short in module.state_dict(keep_vars=True) if _plain(module) else True
+                    self._holder(name).register_buffer(short, buffer, persistent=persistent)
+
+    def _holder(self, name: str) -> nn.Module:
+        """The module that holds what is called ``name``: as in the whole model, but empty unless it is a piece."""
+        holder: nn.Module = self
+        for step in name.split(".")[:-1]:
+            if step not in dict(holder.named_children()):
+                holder.add_module(step, nn.Module())
+            holder = holder.get_submodule(step)
+        return holder
+
+    def train(self, mode: bool = True) -> ModelPart:
+        """Set the mode of the whole model, whose code between the pieces runs in every stage."""
+        super().train(mode)
+        self._cut[0].model.train(mode)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run this stage's part of the model's forward."""
+        cut, task = self._cut[0], self._task
+        if task.stage == 0:
+            spec, tensors = pack((args, kwargs))
+            crossing = cut.look(args, kwargs)
+            batch = dict(enumerate(tensors))
+            values, trail = {}, Trail(spec.tree, [like(tensor) for tensor in tensors], crossing, [])
+        else:
+            batch, values, trail = args
+        run = StageRun(task, self._shields[0].give(batch), self._shields[1].give(values), trail)
+        result, made, noted = run.run()
+        for shield in self._shields:
+            shield.check()
+        if task.stage == task.last:
+            return result
+        crossing = trail.crossing
+        on = {key: tensor for key, tensor in values.items() if key in crossing.values[task.stage]} | made
+        rest = {leaf: tensor for leaf, tensor in batch.items() if leaf in crossing.batch[task.stage]}
+        message: Message = rest, on, Trail(trail.batch, trail.likes, crossing, [*trail.segments, *noted])
+        return message
+
+
+def _within(name: str, pieces: Sequence[str]) -> bool:
+    return any(name.startswith(f"{piece}.") for piece in pieces)
+
+
+def _plain(module: nn.Module) -> bool:
+    return type(module).state_dict is nn.Module.state_dict
