@@ -118,6 +118,7 @@ SURFACE = {
         "StepResult",
         "Transport",
         "WithSkips",
+        "from_pretrained",
         "partition",
         "profile",
     ],

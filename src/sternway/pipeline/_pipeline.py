@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from sternway._bytes import show_bytes
 from sternway._torch import require
 from sternway.errors import PipelineError
-from sternway.pipeline.build._checks import check_arguments, check_placement, checked_skips
+from sternway.pipeline.build._checks import check_arguments, check_placement, check_weights, checked_skips
 from sternway.pipeline.build._plan import BuildPlan, BuildRequest, make_plan
+from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest
 from sternway.pipeline.checkpoint._saving import Resumed, Saving
 from sternway.pipeline.faults._nonfinite import OnNonfinite, check_nonfinite
 from sternway.pipeline.faults._report import default_folder
+from sternway.pipeline.pretrained._save import save_model
 from sternway.pipeline.step._batch import Batch
 from sternway.pipeline.step._grads import DataParallel, Gradients, all_ties, check_norm, resolve_ties
 from sternway.pipeline.step._guard import Guard
@@ -31,7 +33,7 @@ from sternway.pipeline.transport._dist import default_transport
 from sternway.pipeline.transport._facts import StepFacts, checksum
 from sternway.pipeline.transport._place import devices_of
 from sternway.pipeline.transport._routes import Routes
-from sternway.pipeline.transport._transport import Transport
+from sternway.pipeline.transport._transport import Transport, device_of
 from sternway.schedule import Schedule
 
 
@@ -63,6 +65,9 @@ class Pipeline:
         saved: a policy of ``sternway.saved`` for what the stages save in F, or a function from a stage's index to one.
         heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to watch for none.
         reports: the folder for reports about failed steps; see ``docs/survive.md``.
+        weights: for a whole model with its parameters on the meta device: a function that returns tensors by name. It is
+            called once, with the names that this process's stages have. No process has the whole model in memory.
+        device: where to put these; the CPU by default.
 
     Attributes:
         schedule: the schedule of all ranks.
@@ -95,19 +100,23 @@ class Pipeline:
         saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None = None,
         heartbeat_timeout: float = 30,
         reports: str | Path | None = None,
+        weights: Weights | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         require("pipeline")
         check_arguments(
             stages=stages, schedule=schedule, n_microbatches=n_microbatches, ranks=ranks, transport=transport,
             chunk=chunk, loss_fn=loss_fn, reports=reports, mesh=mesh,
         )  # fmt: skip
+        check_weights(stages, weights, sample, device)
+        place = None if weights is None else device_of(device or "cpu")
         self.transport = transport or default_transport(mesh, dynamic, heartbeat_timeout)
-        self.transport.place(devices_of(stages))
+        self.transport.place(devices_of(stages) if place is None else [place])
         ranks = ranks or self.transport.ranks or (schedule.ranks if isinstance(schedule, Schedule) else 0)
         if not ranks:
             raise PipelineError("a pipeline in one process needs the number of ranks", got="none", fix="pass ranks=")
         request = BuildRequest(
-            stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target
+            stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place
         )
         self._plan = _agreed_plan(request, self.transport)
         self.schedule, self.costs = self._plan.schedule, self._plan.costs
@@ -125,6 +134,8 @@ class Pipeline:
             chunk, clock_offsets(self.transport, ranks), self.costs.memory_after_I,
         )  # fmt: skip
         self._whole_names = isinstance(stages, nn.Module)
+        self._model, self._source = stages if isinstance(stages, nn.Module) else None, None
+        self._first_copy = mesh is None or mesh.get_local_rank("dp") == 0
         self._everyone = None if mesh is None else mesh.mesh.flatten().tolist()
         self._saves: Checkpoints | None = None
 
@@ -322,6 +333,24 @@ class Pipeline:
         if found is not None:
             self._runner.continue_from(found.step)
         return found
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write a checkpoint that ``from_pretrained`` of transformers loads. Call it on every rank.
+
+        Each process writes its own tensors; the configuration, and the tokenizer's files if ``from_pretrained`` of
+        Sternway made the pipeline, go along. Of a model of PEFT, only the adapters are written.
+
+        Args:
+            path: the folder; what it has of an earlier save is replaced.
+
+        Raises:
+            PipelineError: on every rank, if the model is not one of transformers or PEFT, or one cannot write.
+        """
+        self._runner.settle()
+        self._guard.check_open("save_pretrained")
+        with self._guard.other_ranks():
+            crew = self.transport.crew() if self._everyone is None else self.transport.crew_apart(self._everyone)
+            save_model(path, crew, self._model, self.state_dict() if self._first_copy else {}, self._source)
 
     def _checkpoints(self) -> Checkpoints:
         self._guard.check_open("a checkpoint")

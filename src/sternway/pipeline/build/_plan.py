@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from sternway import schedule as schedules
 from sternway.errors import PipelineError
 from sternway.pipeline.build._partition import Layout, lay_out, layout_of, weights
 from sternway.pipeline.build._profile import Profile, profile
+from sternway.pipeline.build._weights import Weights, fill, on_zeros
 from sternway.pipeline.forward._part import CutModel, ModelPart
 from sternway.pipeline.step._stage import LossFn
 from sternway.pipeline.transport._crew import Outcome
@@ -32,6 +34,8 @@ class BuildRequest:
     loss_fn: LossFn | None = None
     sample: Any = None
     sample_target: Any = None
+    weights: Weights | None = None
+    device: torch.device | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ def _from_model(request: BuildRequest, model: nn.Module, transport: Transport) -
     counts = _stage_counts(request)
     named = _named_cuts(request)
     layout = _agreed_layout(request, model, min(counts), named, transport)
-    measured = _measure(request, model, layout, transport)
+    measured = None if request.weights is not None else _measure(request, model, layout, transport)
     if named is not None:
         ways = [layout.starts(named)]
     else:
@@ -110,6 +114,10 @@ def _from_model(request: BuildRequest, model: nn.Module, transport: Transport) -
     best = min(options, key=lambda option: option.schedule.simulate(option.costs).makespan)
     cut = layout.cut(model, best.starts)
     here = [stage for rank in transport.mine or range(request.ranks) for stage in best.schedule.placement[rank]]
+    if request.weights is not None:
+        names = [name for index in here for name in ModelPart(cut, index).state_dict()]
+        fill(model, names, request.weights, request.device or torch.device("cpu"))
+        cut = layout.cut(model, best.starts)  # of the parameters that are there now
     return BuildPlan(
         {index: ModelPart(cut, index) for index in here},
         best.schedule,
@@ -152,7 +160,8 @@ def _agreed_layout(
     """Where the model can be cut: as the first rank finds, so that all decide alike."""
 
     def find() -> Layout:
-        return lay_out(model, request.sample, wanted=count, named=named or ())
+        whole = model if request.weights is None else on_zeros(model)
+        return lay_out(whole, request.sample, wanted=count, named=named or ())
 
     if not transport.mine:
         return find()

@@ -74,5 +74,5 @@ def from_pretrained(
 
     empty = empty_model(folder, model_class, dtype)
     pipe = Pipeline(model, sample=sample, weights=weights, device=device, **options)
-    pipe.source = folder.path
+    pipe._source = folder.path
     return pipe

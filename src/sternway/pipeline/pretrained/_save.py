@@ -22,7 +22,7 @@ _BESIDE = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
 
 
 def save_model(
-    path: str | Path, crew: Crew, model: nn.Module, state: Mapping[str, Tensor], source: Path | None = None
+    path: str | Path, crew: Crew, model: nn.Module | None, state: Mapping[str, Tensor], source: Path | None = None
 ) -> None:
     """Write a checkpoint. Every process calls it.
 
