@@ -65,16 +65,17 @@ SPEECH = {
 def config_of(model_class: str, **options: Any) -> Any:
     """The configuration of an architecture, without dropout: equality with a plain backward needs that."""
     config = getattr(transformers, model_class).config_class(**options)
-    for part in (config, *(value for value in vars(config).values() if isinstance(value, transformers.PretrainedConfig))):
+    for part in (
+        config,
+        *(value for value in vars(config).values() if isinstance(value, transformers.PretrainedConfig)),
+    ):
         for name, value in list(vars(part).items()):
             if "drop" in name and isinstance(value, float):
                 setattr(part, name, 0.0)
     return config
 
 
-def entry(
-    name: str, family: str, model_class: str, batch: Batch, *, coupled: bool = False, **options: Any
-) -> Entry:
+def entry(name: str, family: str, model_class: str, batch: Batch, *, coupled: bool = False, **options: Any) -> Entry:
     """A row of the table: the architecture's own class, with the given configuration."""
 
     def build() -> nn.Module:

@@ -58,7 +58,9 @@ class CutModel:
         """What crosses the cuts: as is known, or else as one forward of this batch shows."""
         if self.crossing is None:
             flow = record(self.model, self.pieces, args, kwargs)
-            names = {name: key for key, all_names in names_of_kept(self.model, self.pieces).items() for name in all_names}
+            names = {
+                name: key for key, all_names in names_of_kept(self.model, self.pieces).items() for name in all_names
+            }
             stage_of = flow.stages(self.stage_of_call)
             for name, segments in flow.kept.items():
                 elsewhere = {stage_of[segment] for segment in segments} - self.stages_of[names[name]]

@@ -199,9 +199,7 @@ class Recorder(Follower):
         if inside is not None and inside[0] is tensor:
             name = self.flow.calls[inside[1] - 1][0]
             for made in (inside[1], self.segment):  # later stages would not find it either
-                self._forbid(
-                    f"{name} makes a value that other code uses, but does not return it", made, None, _OUTPUT
-                )
+                self._forbid(f"{name} makes a value that other code uses, but does not return it", made, None, _OUTPUT)
 
     def _check_alias(self, tensor: Tensor, key: Key) -> None:
         """A value that was changed through another tensor, in a stage that has its own copy of it, is not changed."""

@@ -25,7 +25,9 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: str | Path) -> None:
-        PipelineError.unless(isinstance(path, str | Path), "path must be a folder", path, "pass the checkpoint's folder")
+        PipelineError.unless(
+            isinstance(path, str | Path), "path must be a folder", path, "pass the checkpoint's folder"
+        )
         self.path = Path(path)
         if not (self.path / CONFIG).is_file():
             raise PipelineError(
