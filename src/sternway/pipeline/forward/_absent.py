@@ -123,12 +123,12 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 def note(name: str, result: Any, arguments: list[Tensor], written: tuple[int, ...] = ()) -> tuple[Noted, list[Tensor]]:
     """Describe what a call returned; also the tensors in it, in order."""
     positions = {id(tensor): position for position, tensor in enumerate(arguments)}
-    found: list[Tensor] = []
+    found = tensors_in(result)
+    places = {id(tensor): place for place, tensor in enumerate(found)}
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Tensor):
-            found.append(value)
-            return TensorIndex(len(found) - 1)
+            return TensorIndex(places[id(value)])
         return value if isinstance(value, _PLAIN) else Unsent(type(value).__name__)
 
     tree = replace_leaves(leaf, result)
@@ -141,5 +141,5 @@ def like(tensor: Tensor) -> Like:
 
 
 def tensors_in(*trees: Any) -> list[Tensor]:
-    """The tensors in the arguments of a call."""
-    return [leaf for leaf in leaves(trees) if isinstance(leaf, Tensor)]
+    """The tensors in what a call is given or returns, each once."""
+    return list({id(leaf): leaf for leaf in leaves(trees) if isinstance(leaf, Tensor)}.values())
