@@ -22,7 +22,7 @@ from sternway.pipeline.faults._nonfinite import OnNonfinite, check_nonfinite
 from sternway.pipeline.faults._report import default_folder
 from sternway.pipeline.pretrained._save import save_model
 from sternway.pipeline.step._batch import Batch
-from sternway.pipeline.step._grads import DataParallel, Gradients, all_ties, check_norm, resolve_ties
+from sternway.pipeline.step._grads import DataParallel, Gradients, check_norm, check_ties, resolve_ties
 from sternway.pipeline.step._guard import Guard
 from sternway.pipeline.step._microbatch import Chunk, ChunkSpec
 from sternway.pipeline.step._result import StepResult
@@ -125,7 +125,11 @@ class Pipeline:
         routes = Routes(self.schedule.num_stages, checked_skips(skips, self.schedule.num_stages))
         self.transport.connect(self.schedule, routes)
         placement = {rank: self.schedule.placement[rank] for rank in ranks_here}
-        self._ties = resolve_ties(all_ties(tied, stages), self.stages, placement, self.transport)
+        check_ties(tied)
+        own_ties = [] if self._plan.cut is None else self._plan.cut.ties()
+        self._ties = resolve_ties([*tied, *own_ties], self.stages, placement, self.transport)
+        if self._plan.cut is not None and self.transport.mine:
+            self._plan.cut.release(set(self.stages))
         copies = None if mesh is None else DataParallel(self.transport.collective(mesh.get_group("dp")))
         self._gradients = Gradients(self.stages, self._ties, self.transport, ranks, copies)
         self._guard = Guard(self.transport, ranks_here[0], Path(reports or default_folder()))

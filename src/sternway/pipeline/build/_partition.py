@@ -102,7 +102,7 @@ def lay_out(model: nn.Module, sample: Any = None, wanted: int = 2, named: Sequen
         called = called_modules(model, args, kwargs)
     except Exception as error:
         raise PipelineError(
-            "the sample must go through the model",
+            "the sample must go through the model, forward and backward",
             got=f"{type(error).__name__}: {error}",
             fix="pass one microbatch: a tensor, a tuple of arguments, or a dict of keyword arguments",
         ) from error

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import like
 from sternway.pipeline.forward._flow import Call, Crossing, Flow
-from sternway.pipeline.forward._record import names_of_kept, record
+from sternway.pipeline.forward._follow import Key
+from sternway.pipeline.forward._own_loss import LABELS, filled, find_rule, loss_of
+from sternway.pipeline.forward._record import names_of_kept, record, untouched
 from sternway.pipeline.forward._shield import Shield
 from sternway.pipeline.forward._stage_run import Message, StageRun, StageTask, Trail
-from sternway.pipeline.transport._payload import pack
+from sternway.pipeline.transport._payload import TensorIndex, pack
+
+
+SHARES = "sternway_shares"
+"""The keyword argument of the first stage with a microbatch's shares of the labels; see ``_own_loss.py``."""
+_SHARES_LEAF = -1
 
 
 class CutModel:
@@ -36,6 +44,7 @@ class CutModel:
         names = names_of_kept(model, self.pieces)
         self.kept = frozenset(names)
         self.crossing: Crossing | None = None
+        self._release: set[int] | None = None  # the stages to keep, once the whole model is not needed any more
         self.stages_of = self._stages_of(names, flow)
         if flow is not None:
             self.crossing = flow.crossing(self.stage_of_call)
@@ -71,7 +80,31 @@ class CutModel:
                         fix="pass sample=, one microbatch, from which it is found who uses what",
                     )
             self.crossing = flow.crossing(self.stage_of_call)
+            if self._release is not None:
+                self.release(self._release)
         return self.crossing
+
+    def ties(self) -> list[list[str]]:
+        """Parameters that have several names, or are in several stages: all names of each."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return [group for key, group in names.items() if len(group) > 1 or len(self.stages_of[key]) > 1]
+
+    def release(self, stages: set[int]) -> None:
+        """Free what other stages hold than these. If the first batch is still to be looked at, do so afterwards."""
+        if self.crossing is None and 0 in stages:
+            self._release = stages
+            return
+        for module in self.model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if id(parameter) in self.stages_of and not self.stages_of[id(parameter)] & stages:
+                    setattr(module, name, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if id(buffer) in self.stages_of and not self.stages_of[id(buffer)] & stages:
+                    setattr(module, name, buffer.detach().to("meta"))
+        self.kept = frozenset(names_of_kept(self.model, self.pieces))
+        self.stages_of = {}  # by the ids of tensors that may be gone
 
     def parts(self) -> list[ModelPart]:
         """A module for each stage."""
@@ -88,12 +121,12 @@ class ModelPart(nn.Module):
     def __init__(self, cut: CutModel, stage: int) -> None:
         super().__init__()
         self._fill(cut, stage)
-        tensors = [*self.parameters(), *self.buffers()]
-        device = tensors[0].device if tensors else torch.device("cpu")
-        # Not a submodule: its other parts are not this stage's.
-        self._cut = (cut,)
-        self._task = StageTask(cut.model, cut.pieces, stage, cut.last, cut.stage_of_call, cut.kept, device)
+        self._cut = (cut,)  # in a tuple, so that the whole model is not a submodule
+        self._stage = stage
         self._shields = Shield(), Shield()
+        self._rule: int | None = None  # how the model's own loss averages, once it is known
+        self.uses_own_loss = False  # whether the model itself computes the loss, in the last stage
+        self.weight: Tensor | None = None  # of the last microbatch in the model's own loss, in the last stage
         super().train(cut.model.training)
 
     def _fill(self, cut: CutModel, stage: int) -> None:
@@ -128,14 +161,19 @@ class ModelPart(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage's part of the model's forward."""
-        cut, task = self._cut[0], self._task
+        cut, task = self._cut[0], self._task()
         if task.stage == 0:
+            shares = kwargs.pop(SHARES, None)
             spec, tensors = pack((args, kwargs))
+            batch = dict(enumerate(tensors)) | ({} if shares is None else {_SHARES_LEAF: shares})
             crossing = cut.look(args, kwargs)
-            batch = dict(enumerate(tensors))
             values, trail = {}, Trail(spec.tree, [like(tensor) for tensor in tensors], crossing, [])
         else:
             batch, values, trail = args
+        if task.stage == task.last and self.uses_own_loss:
+            self.weight = self._own_weight(task, batch, values, trail)
+            if self.weight is not None and (leaf := _labels_leaf(trail)) is not None:
+                batch = batch | {leaf: filled(batch[leaf])}
         run = StageRun(task, self._shields[0].give(batch), self._shields[1].give(values), trail)
         result, made, noted = run.run()
         for shield in self._shields:
@@ -144,9 +182,46 @@ class ModelPart(nn.Module):
             return result
         crossing = trail.crossing
         on = {key: tensor for key, tensor in values.items() if key in crossing.values[task.stage]} | made
-        rest = {leaf: tensor for leaf, tensor in batch.items() if leaf in crossing.batch[task.stage]}
+        passed = crossing.batch[task.stage] | {_SHARES_LEAF}
+        rest = {leaf: tensor for leaf, tensor in batch.items() if leaf in passed}
         message: Message = rest, on, Trail(trail.batch, trail.likes, crossing, [*trail.segments, *noted])
         return message
+
+    def _task(self) -> StageTask:
+        cut = self._cut[0]
+        tensors = chain(self.parameters(), self.buffers())
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        return StageTask(cut.model, cut.pieces, self._stage, cut.last, cut.stage_of_call, cut.kept, device)
+
+    def _own_weight(
+        self, task: StageTask, batch: dict[int, Tensor], values: dict[Key, Tensor], trail: Trail
+    ) -> Tensor | None:
+        """The weight of this microbatch in the model's own loss; None if it is not known."""
+        shares, labels = batch.get(_SHARES_LEAF), _labels_leaf(trail)
+        if shares is None or labels is None:
+            return None
+        if self._rule is None:
+
+            def loss_with(other: Tensor) -> Tensor:
+                changed = {leaf: tensor.clone() for leaf, tensor in batch.items()} | {labels: other}
+                with torch.no_grad(), untouched(self):
+                    copies = {key: value.clone() for key, value in values.items()}
+                    return loss_of(StageRun(task, changed, copies, trail).run()[0])
+
+            self._rule = find_rule(batch[labels], loss_with)
+            if self._rule is None and not bool(shares[0] == shares[1]):
+                raise PipelineError(
+                    "the model's own loss averages in a way that these labels do not show",
+                    got=f"labels of shape {tuple(batch[labels].shape)}",
+                    fix="begin with a batch in which more labels count",
+                )
+        return shares[self._rule or 0]
+
+
+def _labels_leaf(trail: Trail) -> int | None:
+    """Which tensor of the batch has the labels."""
+    found = trail.batch[1].get(LABELS)
+    return found.index if isinstance(found, TensorIndex) else None
 
 
 def _within(name: str, pieces: Sequence[str]) -> bool:

@@ -35,7 +35,7 @@ def record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, .
         raise
     except Exception as error:
         raise PipelineError(
-            "the sample must go through the model",
+            "the sample must go through the model, forward and backward",
             got=f"{type(error).__name__}: {error}",
             fix="pass one microbatch: a tensor, a tuple of arguments, or a dict of keyword arguments",
         ) from error

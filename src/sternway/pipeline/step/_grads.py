@@ -30,18 +30,13 @@ class Tie:
     counted_here: bool  # whether this process counts it in norms
 
 
-def all_ties(tied: Sequence[Sequence[str]], model: Any) -> list[Sequence[str]]:
-    """The ties that were asked for, and those inside a whole model."""
+def check_ties(tied: Sequence[Sequence[str]]) -> None:
+    """Raise unless these are groups of names."""
     rule, fix = "tied must be a list of groups of parameter names", 'pass [("tokens.weight", "head.weight")]'
     PipelineError.unless(isinstance(tied, Sequence) and not isinstance(tied, str | bytes), rule, tied, fix)
     for group in tied:
         fits = isinstance(group, Sequence) and not isinstance(group, str | bytes)
         PipelineError.unless(fits and all(isinstance(name, str) for name in group), rule, group, fix)
-    groups: dict[int, list[str]] = {}
-    if isinstance(model, nn.Module):
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            groups.setdefault(id(parameter), []).append(name)
-    return [*tied, *(names for names in groups.values() if len(names) > 1)]
 
 
 def resolve_ties(
@@ -110,7 +105,10 @@ class Gradients:
             self._copies.finish()
 
     def _sum(self, tie: Tie) -> None:
-        if not tie.here:
+        if not tie.here or not tie.here[0].requires_grad:
+            return
+        everyone = not self._transport.mine or len(tie.ranks) == 1  # all of its gradients are here
+        if everyone and (len(tie.here) == 1 or all(parameter.grad is None for parameter in tie.here)):
             return
         total = torch.zeros_like(tie.here[0])
         for parameter in tie.here:

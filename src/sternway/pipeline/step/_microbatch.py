@@ -47,6 +47,7 @@ class Microbatch:
     stage_kwargs: dict[str, Any] | None = None
     target: Any = None
     weight: float = 1.0  # its share of the batch
+    shares: Tensor | None = None  # its shares of the labels, for a model's own loss; on the rank of the first stage
 
 
 def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
@@ -77,6 +78,8 @@ def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
 
 
 def _pieces(tensor: Tensor, count: int, dim: int, what: str) -> tuple[Tensor, ...]:
+    if tensor.ndim == 0:
+        return (tensor,) * count
     if tensor.ndim <= dim or tensor.shape[dim] < count:
         raise PipelineError(
             f"{what} cannot be cut along dimension {dim} into {count} microbatches",

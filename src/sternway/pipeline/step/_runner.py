@@ -116,7 +116,8 @@ class StepRunner:
                 return microbatches
 
     def _facts(self, microbatches: list[Microbatch], training: bool) -> StepFacts:
-        return StepFacts(self._checksum, shapes_checksum(microbatches), training)
+        modes = [stage.module.training for stage in self._stages.values()]
+        return StepFacts(self._checksum, shapes_checksum(microbatches, modes), training)
 
     def _run(
         self, microbatches: list[Microbatch], training: bool, keep_outputs: bool = False, record: bool = False

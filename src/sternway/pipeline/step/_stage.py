@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from sternway import split
 from sternway.errors import PipelineError
+from sternway.pipeline.forward._own_loss import loss_of, no_shares
+from sternway.pipeline.forward._part import SHARES, ModelPart
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
 from sternway.pipeline.transport._routes import MAIN
@@ -57,6 +59,8 @@ class Stage:
     ) -> None:
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
         self._saved = saved or nullcontext()
+        if isinstance(module, ModelPart):
+            module.uses_own_loss = is_last and loss_fn is None
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self._graphs: dict[int, _Graph] = {}
@@ -82,6 +86,8 @@ class Stage:
         else:
             arguments = microbatch.arguments
             keywords |= microbatch.keywords or {}
+            if microbatch.shares is not None:
+                keywords[SHARES] = microbatch.shares
         result = self.module(*arguments, **keywords, **trees)
         output, skips = (result.output, result.skips) if isinstance(result, WithSkips) else (result, {})
 
@@ -89,10 +95,10 @@ class Stage:
         payloads = {name: pack(tree) for name, tree in sent.items()}
         graph_outputs = {name: [t for t in tensors if t.requires_grad] for name, (_, tensors) in payloads.items()}
         if self.is_last:
-            if keep_output or self.loss_fn is None:
+            loss = self._loss(output, microbatch)
+            if keep_output or loss is None:
                 self.outputs[number] = output
-            if self.loss_fn is not None and microbatch.target is not None:
-                loss = self._loss(output, microbatch)
+            if loss is not None:
                 self.losses[number] = loss.detach()
                 graph_outputs[MAIN] = [loss] if loss.requires_grad else []
         if training:
@@ -100,8 +106,17 @@ class Stage:
             self._graphs[number] = _Graph(needing, graph_outputs)
         return {name: (spec, [t.detach() for t in tensors]) for name, (spec, tensors) in payloads.items()}
 
-    def _loss(self, output: Any, microbatch: Microbatch) -> Tensor:
-        assert self.loss_fn is not None
+    def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
+        """This microbatch's part of the loss, by ``loss_fn`` or by the model itself; None if there is none."""
+        if isinstance(self.module, ModelPart) and self.module.uses_own_loss:
+            weight = self.module.weight if microbatch.weight < 1 else 1.0
+            if weight is None and torch.is_grad_enabled():
+                raise no_shares()
+            return None if weight is None else (loss_of(output) * weight).to(loss_of(output).dtype)
+        if self.loss_fn is None:
+            return None
+        if microbatch.target is None:
+            return None
         loss = self.loss_fn(output, microbatch.target)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
