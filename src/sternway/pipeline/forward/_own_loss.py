@@ -72,38 +72,50 @@ def _counts(labels: Tensor) -> Tensor:
     return torch.stack([counted.sum(), shifted.sum(), torch.ones_like(counted.sum())])
 
 
-def find_rule(labels: Tensor, loss_with: Callable[[Tensor], Tensor]) -> int | None:
+def find_rule(labels: Tensor, loss_with: Callable[[Tensor], Tensor]) -> int:
     """How the model's loss averages: the place of its rule in the shares.
 
     Args:
         labels: of one microbatch.
         loss_with: the loss of that microbatch with other labels.
 
-    Returns:
-        None if the labels are too few to tell.
-
     Raises:
-        PipelineError: if it is no mean and no sum over the labels.
+        PipelineError: if it is no mean and no sum over the labels, or they are too few to tell.
     """
-    counted = labels != IGNORED
-    places = torch.arange(labels.numel(), device=labels.device).view(labels.shape)
-    first = places % (labels.shape[-1] if labels.ndim > 1 else labels.numel()) == 0
-    some = first | (places % 3 == 1) if labels.ndim > 1 else places % 3 == 0
-    if not bool((counted & some & ~first).any()) and labels.ndim > 1:
-        return None
-    if not bool((counted & some).any()) or not bool((counted & ~some).any()):
-        return None
-    parts = [torch.where(chosen, labels, IGNORED) for chosen in (some, ~some)]
+    rule = 0
+    if labels.ndim == 2:
+        first = labels.new_full(labels.shape, IGNORED)
+        first[:, 0] = labels.clamp(min=0)[:, 0]
+        alone = loss_with(first)
+        rule = 0 if bool(alone.isfinite() & (alone != 0)) else 1
+    parts = _parts(labels, rule)
+    if parts is None:
+        raise PipelineError(
+            "the model's own loss averages in a way that is not seen from so few labels",
+            got=f"labels of shape {tuple(labels.shape)}, {int((labels != IGNORED).sum())} of which count",
+            fix="begin with a batch whose first microbatch has labels in two rows",
+        )
     whole, *losses = (loss_with(each).double() for each in (labels, *parts))
     numbers, *weights = (_counts(each) for each in (labels, *parts))
-    sums = sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
-    close = torch.isclose(torch.as_tensor(sums), whole * numbers, rtol=1e-3, atol=1e-6).tolist()
-    if labels.ndim == 1:
-        close[1] = False
-    if True not in close:
-        raise PipelineError(
-            "the model's own loss must be " + ", or ".join(_RULES) + ", to be computed in microbatches",
-            got="another loss",
-            fix=_FIX,
-        )
-    return close.index(True)
+    for place in (rule, 2):
+        total = sum(weight[place] * loss for weight, loss in zip(weights, losses, strict=True))
+        if torch.isclose(torch.as_tensor(total), whole * numbers[place], rtol=1e-4, atol=1e-7):
+            return place
+    raise PipelineError(
+        "the model's own loss must be " + ", or ".join(_RULES) + ", to be computed in microbatches",
+        got="another loss",
+        fix=_FIX,
+    )
+
+
+def _parts(labels: Tensor, rule: int) -> tuple[Tensor, Tensor] | None:
+    """The same labels in two parts: by rows, since the labels of a row may also be inputs of the row."""
+    rows = torch.arange(len(labels), device=labels.device)
+    places = rows[:, None] if labels.ndim == 2 else rows
+    if len(labels) == 1 and labels.ndim == 2:
+        places = torch.arange(labels.shape[1], device=labels.device)[None]
+    for end in range(1, int(places.max()) + 1):
+        first, second = (torch.where(chosen, labels, IGNORED) for chosen in (places < end, places >= end))
+        if bool(_counts(first)[rule]) and bool(_counts(second)[rule]):
+            return first, second
+    return None

@@ -209,13 +209,7 @@ class ModelPart(nn.Module):
                     return loss_of(StageRun(task, changed, copies, trail).run()[0])
 
             self._rule = find_rule(batch[labels], loss_with)
-            if self._rule is None and not bool(shares[0] == shares[1]):
-                raise PipelineError(
-                    "the model's own loss averages in a way that these labels do not show",
-                    got=f"labels of shape {tuple(batch[labels].shape)}",
-                    fix="begin with a batch in which more labels count",
-                )
-        return shares[self._rule or 0]
+        return shares[self._rule]
 
 
 def _labels_leaf(trail: Trail) -> int | None:

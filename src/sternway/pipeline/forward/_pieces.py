@@ -63,7 +63,7 @@ class Outline:
     def _has_twin(self, name: str, pieces: list[str]) -> bool:
         """Whether the piece is one of several layers of one kind."""
         holder, kind = name.rpartition(".")[0], type(self._modules[name])
-        return any(
+        return _is_container(self._modules[holder]) and any(
             other != name and other.rpartition(".")[0] == holder and type(self._modules[other]) is kind
             for other in pieces
         )
