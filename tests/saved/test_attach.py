@@ -62,5 +62,5 @@ def test_an_error_in_the_forward_closes_the_block(hook_fails: bool) -> None:
 
 
 def test_a_model_is_needed() -> None:
-    with pytest.raises(SavedError, match="model must be an nn.Module"):
+    with pytest.raises(SavedError, match=r"model must be an nn\.Module"):
         saved.keep().attach("model")  # type: ignore[arg-type]

@@ -24,6 +24,7 @@ class Entry:
         target: for a model that returns no loss of its own, the target of ``loss_fn`` for so many rows.
         coupled: the loss of a row depends on the other rows (a contrastive loss), so that a batch in microbatches has
             another loss than the whole batch, whoever computes it. Batch norm does that, too.
+        refused: what the error says if the model's own loss is to be computed in microbatches, and cannot be.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Entry:
     batch: Batch
     target: Callable[[int], Tensor] | None = None
     coupled: bool = False
+    refused: str | None = None
 
     def make(self) -> nn.Module:
         """The model, the same one each time, in training mode."""
@@ -65,6 +67,11 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
     if target.dtype == torch.long:
         return nn.functional.cross_entropy(value, target)
     return nn.functional.mse_loss(value, target)
+
+
+def given_loss(output: Any, target: Tensor) -> Tensor:
+    """The loss that the model returned, as a ``loss_fn``: the mean over microbatches is the user's decision then."""
+    return output.loss
 
 
 def loss_of(model: nn.Module, batch: dict[str, Any], target: Tensor | None) -> Tensor:
