@@ -92,6 +92,7 @@ class StageRun(Follower):
         self._place = 0  # of the next call in a past segment
         self._numbers: Counter[str] = Counter()
         self._stale: set[int] = set()  # storages that only an earlier stage has changed
+        self._now: dict[int, tuple[Tensor, Tensor]] = {}  # tensors that earlier stages changed, and what they are now
         wanted = trail.crossing.values[task.stage] if task.stage < task.last else frozenset()
         self._wanted = wanted
         self._made: dict[Key, Tensor] = {}
@@ -114,6 +115,7 @@ class StageRun(Follower):
         else:
             if self._task.stage < self._task.last or not self._is_own:
                 raise self._another_way("the end of the forward")
+            result = self._present(result)
             for tensor in tensors_in(result):
                 self._must_be_here(tensor, "the result of the forward")
         return result, self._made, self._own
@@ -160,6 +162,8 @@ class StageRun(Follower):
             if len(self._past) != self.segment:
                 raise self._another_way(name)
         self._own.append([])
+        args, kwargs = self._present((args, kwargs))
+        tensors = tensors_in(args, kwargs)
         for tensor in tensors:
             self._must_be_here(tensor, name)
         before = [version_of(tensor) for tensor in tensors]
@@ -172,13 +176,16 @@ class StageRun(Follower):
     # Glue
 
     def read(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        for tensor in tensors:
+        args, kwargs = self._present((args, kwargs))
+        for tensor in tensors_in(args, kwargs):
             self._must_be_here(tensor, function_name(function))
         return function(*args, **kwargs)
 
     def glue(self, key: Key, function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         if not self._is_own:
             return self._replay(key, key[1], tensors)
+        args, kwargs = self._present((args, kwargs))
+        tensors = tensors_in(args, kwargs)
         for tensor in tensors:
             self._must_be_here(tensor, key[1])
         before = [version_of(tensor) for tensor in tensors]
@@ -222,8 +229,10 @@ class StageRun(Follower):
             if not isinstance(tensor, Absent):
                 self.name_written(tensor)
                 self._stale.add(storage_id(tensor))
+            self._now.pop(id(tensor), None)
             changed = self._arrived.get((*key[:3], -1 - position))
             if changed is not None:
+                self._now[id(tensor)] = tensor, changed
                 for place, each in enumerate(noted.tensors):
                     if each == position:
                         arrived[place] = changed
@@ -232,6 +241,12 @@ class StageRun(Follower):
     def _end_past_segment(self, name: str) -> None:
         if self.segment >= len(self._past) or self._place != len(self._past[self.segment]):
             raise self._another_way(name)
+
+    def _present(self, tree: Any) -> Any:
+        """``tree``, with what arrived in place of tensors that earlier stages changed."""
+        if not self._now:
+            return tree
+        return replace_leaves(lambda leaf: self._now[id(leaf)][1] if id(leaf) in self._now else leaf, tree)
 
     def _must_be_here(self, tensor: Tensor, what: str) -> None:
         if isinstance(tensor, Absent) or (self._stale and type(tensor) is Tensor and storage_id(tensor) in self._stale):
