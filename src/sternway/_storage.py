@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,3 +54,14 @@ def storage_bytes(tensors: Iterable[Tensor], apart: Iterable[Tensor] = ()) -> in
     """Bytes behind ``tensors``, each storage once, those of ``apart`` not counted."""
     skip = storage_sizes(apart)
     return sum(size for key, size in storage_sizes(tensors).items() if key not in skip)
+
+
+def tensors_in(value: Any, depth: int = 3) -> list[Tensor]:
+    """The tensors in what a hook packed or a function kept: any object, so containers are opened to a fixed depth."""
+    if isinstance(value, Tensor):
+        return [value]
+    if depth and isinstance(value, tuple | list):
+        return [tensor for part in value for tensor in tensors_in(part, depth - 1)]
+    if depth and isinstance(value, dict):
+        return [tensor for part in value.values() for tensor in tensors_in(part, depth - 1)]
+    return []

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from compare import assert_split_equals_backward, names
 from sternway import split
-from sternway._torch import all_probes, nodes, require
+from sternway._torch import all_probes, operands, require
 from sternway.errors import SplitError, UnsupportedTorch
 from sternway.split._rules import RULES
+from zoo.deferred import measure
 
 
 class Holder(nn.Module):
@@ -29,6 +30,7 @@ def _op(shapes: list[tuple[int, ...]], x: tuple[int, ...], call: Callable[..., T
     return lambda: Holder(*shapes), x, call
 
 
+ENDS = torch.tensor([2, 5, 8], dtype=torch.int32)  # of three groups of rows
 OPERATIONS = {
     "linear": (lambda: nn.Linear(4, 3), (5, 4), None),
     "linear 3-D": (lambda: nn.Linear(4, 3), (2, 5, 4), None),
@@ -50,6 +52,11 @@ OPERATIONS = {
     "matmul, matrix by stack": _op([(3, 5)], (2, 5, 4), lambda m, x: m.a @ x),
     "einsum": _op([(4, 2, 3)], (5, 4), lambda m, x: torch.einsum("ni,iho->nho", x, m.a)),
     "einsum, experts": _op([(6, 4, 3)], (5, 6, 4), lambda m, x: torch.einsum("nei,eio->neo", x, m.a)),
+    "grouped mm": _op([(3, 4, 8)], (8, 4), lambda m, x: torch._grouped_mm(x, m.a, ENDS)),
+    "grouped mm, transposed": _op([(3, 8, 4)], (8, 4), lambda m, x: torch._grouped_mm(x, m.a.mT, ENDS)),
+    "grouped mm on the left": _op([(8, 8)], (8, 4), lambda m, x: torch._grouped_mm(m.a, x, ENDS)),
+    "grouped mm of stacks": _op([(3, 4, 8)], (3, 8, 4), lambda m, x: torch._grouped_mm(x, m.a)),
+    "bilinear": (lambda: nn.Bilinear(4, 5, 3, bias=False), (6, 4), lambda m, x: m(x, torch.cos(x.new_ones(6, 5)))),
     "conv1d": (lambda: nn.Conv1d(3, 4, 3, stride=2, padding=1), (2, 3, 9), None),
     "conv2d": (lambda: nn.Conv2d(4, 6, 3, groups=2, dilation=2, bias=False), (2, 4, 9, 9), None),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2), (2, 2, 4, 4, 4), None),
@@ -89,9 +96,75 @@ def test_split_equals_backward(name: str, first_stage: bool) -> None:
 
 
 def test_an_operation_without_a_rule_is_computed_in_i() -> None:
+    """One kernel computes all the gradients of an LSTM layer, and none of them can be left out."""
+    layer = nn.LSTM(4, 3)
+    pending = assert_split_equals_backward(
+        layer, torch.randn(5, 2, 4, requires_grad=True), call=lambda m, x: m(x)[0], rtol=1e-4, atol=1e-5
+    )
+    assert names(layer, pending.ready) == {name for name, _ in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("layer", [nn.GRU(4, 3, 2), nn.RNN(4, 3), nn.LSTMCell(4, 3), nn.GRUCell(4, 3)])
+def test_recurrent_layers_that_are_made_of_products(layer: nn.Module) -> None:
+    shape = (2, 4) if isinstance(layer, nn.RNNCellBase) else (5, 2, 4)
+
+    def call(layer: nn.Module, x: Tensor) -> Tensor:
+        found = layer(x)
+        return found[0] if isinstance(found, tuple) else found
+
+    pending = assert_split_equals_backward(
+        layer, torch.randn(shape, requires_grad=True), call=call, rtol=1e-4, atol=1e-5
+    )
+    assert names(layer, pending.deferred) == {name for name, _ in layer.named_parameters()}
+
+
+def test_both_sides_of_a_bilinear_layer_are_activations() -> None:
     layer = nn.Bilinear(4, 4, 3)
-    pending = assert_split_equals_backward(layer, torch.randn(5, 4, requires_grad=True), call=lambda m, x: m(x, x))
-    assert names(layer, pending.ready) == {"weight", "bias"}
+    pending = assert_split_equals_backward(
+        layer, torch.randn(5, 4, requires_grad=True), call=lambda m, x: m(x, x.sin())
+    )
+    assert names(layer, pending.deferred) == {"weight"}  # its bias is added apart
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 2}, {"include_last_offset": True}, {"sparse": True}])
+def test_embedding_bag(mode: str, options: dict) -> None:
+    if mode == "max" and options.get("sparse"):
+        options = {"scale_grad_by_freq": False}  # torch has no sparse maxima
+    table = nn.EmbeddingBag(7, 3, mode=mode, **options)
+    offsets = torch.tensor([0, 2, 2, 6])
+    pending = assert_split_equals_backward(table, torch.randint(0, 7, (6,)), call=lambda m, ids: m(ids, offsets))
+    assert names(table, pending.deferred) == {"weight"}
+    assert table.weight.grad.is_sparse == options.get("sparse", False)
+
+
+def test_weights_of_the_samples_in_an_embedding_bag_are_activations() -> None:
+    table, ids = nn.EmbeddingBag(7, 3, mode="sum"), torch.randint(0, 7, (2, 4))
+    share = torch.rand(2, 4, requires_grad=True)
+    pending = assert_split_equals_backward(table, share, call=lambda m, share: m(ids, per_sample_weights=share))
+    assert names(table, pending.deferred) == {"weight"}
+
+
+class Scaled(nn.Module):
+    """A frozen layer and trained vectors that scale what goes in and what comes out: IA3, VeRA, DoRA's magnitudes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x * self.before) * self.after
+
+
+def test_vectors_that_scale_activations_do_not_wait() -> None:
+    """They take no matrix product: of the operations that could wait, these are none."""
+    model, x = nn.Sequential(Scaled(), Scaled()), torch.randn(5, 4, requires_grad=True)
+    pending = assert_split_equals_backward(model, x)
+    assert not pending.deferred
+    assert len(pending.ready) == 4
+    deferral = measure(lambda: (model(x), [x]))
+    assert deferral.plain == deferral.inputs
 
 
 @pytest.mark.parametrize("layer", [nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 4), nn.BatchNorm1d(4), nn.PReLU()])
@@ -186,7 +259,7 @@ def test_every_rule_of_ours_is_for_a_node_that_is_probed() -> None:
 
 
 def test_a_rule_for_a_node_that_torch_has_renamed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes.Bmm, "name", "StackedMmBackward0")
+    monkeypatch.setattr(operands.Bmm, "name", "StackedMmBackward0")
     require.cache_clear()
     y = nn.Linear(2, 2)(torch.ones(1, 2)).sum()
     with pytest.raises(UnsupportedTorch, match=r"BmmBackward0: .* must do what split need"):

@@ -6,7 +6,8 @@ No other room touches a private name of torch; ``tests/test_seam.py`` holds that
     autograd      the engine, its graph tasks and its nodes
     hooks         hooks on tensors and nodes
     failures      errors of a failed backward
-    nodes         node kinds and the tensors that they save
+    nodes         the tensors that nodes save
+    operands      node kinds that compute a weight's gradient, and what they save
     saved_hooks   the stack of saved-tensor hooks, checkpoints' frames
     compile       AOTAutograd, Inductor
     tracing       Dynamo and functionalization, for what runs inside compiled code

@@ -10,7 +10,7 @@ Fields are read by ``attrgetter``, which costs no Python frame: the split reads 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.nn import functional
 from torch.utils import checkpoint
 
 from sternway._torch.probe import probe
+from sternway._torch.saved_hooks import checkpoint_inputs, recomputed
 
 Field = Callable[[Any], Any]
 _RAW = "_raw_saved_"
@@ -45,70 +45,6 @@ CHECKPOINT_HOLDER: Any = getattr(checkpoint, "_Holder", _Gone)
 
 transposed_dims: Callable[[Any], tuple[int, int]] = attrgetter("_saved_dim0", "_saved_dim1")
 """Of a ``TRANSPOSE`` node, the two dimensions; see ``signed``."""
-
-
-class Mm:
-    """``left @ right``, two matrices."""
-
-    name = "MmBackward0"
-    left: Field = attrgetter("_saved_self")
-    right: Field = attrgetter("_saved_mat2")
-
-
-class Bmm:
-    """``left @ right``, two stacks of matrices."""
-
-    name = "BmmBackward0"
-    left: Field = attrgetter("_saved_self")
-    right: Field = attrgetter("_saved_mat2")
-
-
-class Addmm:
-    """``beta * bias + alpha * left @ right``: ``nn.Linear`` with a bias."""
-
-    name = "AddmmBackward0"
-    left: Field = attrgetter("_saved_mat1")
-    right: Field = attrgetter("_saved_mat2")
-    alpha: Field = attrgetter("_saved_alpha")
-    beta: Field = attrgetter("_saved_beta")
-
-
-class Baddbmm:
-    """``beta * bias + alpha * left @ right``, of stacks of matrices."""
-
-    name = "BaddbmmBackward0"
-    left: Field = attrgetter("_saved_batch1")
-    right: Field = attrgetter("_saved_batch2")
-    alpha: Field = attrgetter("_saved_alpha")
-    beta: Field = attrgetter("_saved_beta")
-
-
-class Convolution:
-    """Convolutions, plain and transposed, in any number of dimensions."""
-
-    name = "ConvolutionBackward0"
-    input: Field = attrgetter("_saved_input")
-    weight: Field = attrgetter("_saved_weight")
-    settings: Field = attrgetter(
-        "_saved_stride",
-        "_saved_padding",
-        "_saved_dilation",
-        "_saved_transposed",
-        "_saved_output_padding",
-        "_saved_groups",
-    )
-    """As ``aten.convolution_backward`` takes them, after the tensors."""
-
-
-class Embedding:
-    """A lookup in a table."""
-
-    name = "EmbeddingBackward0"
-    indices: Field = attrgetter("_saved_indices")
-    settings: Field = attrgetter(
-        "_saved_weight_sym_argsize_0", "_saved_padding_idx", "_saved_scale_grad_by_freq", "_saved_sparse"
-    )
-    """As ``aten.embedding_backward`` takes them, after the tensors; ``padding_idx`` is to be made ``signed``."""
 
 
 def signed(number: int) -> int:
@@ -178,6 +114,34 @@ def packed_by_hooks(node: Any) -> list[Any]:
     return found
 
 
+def saved_parts(node: Any) -> Iterator[tuple[str, Any]]:
+    """Each tensor that a node still keeps: the operand's name, and its ``SavedTensor``, not unpacked."""
+    for attribute in saved_names(node.__class__):
+        try:
+            raw = raw_saved(node, attribute)
+        except (RuntimeError, AttributeError):  # freed
+            continue
+        for part in raw if isinstance(raw, tuple | list) else (raw,):
+            if part is not None and part.data is not None:
+                yield saved_label(attribute), part
+
+
+def held_by(node: Any) -> Iterator[Any]:
+    """What a node holds, not unpacked: tensors, what pack hooks made of them, and attributes of a custom Function.
+
+    Of a tensor in a checkpointed region, it is what the region keeps in order to recompute, and the recomputed tensor.
+    """
+    for _, part in saved_parts(node):
+        if isinstance(part.data, CHECKPOINT_HOLDER):
+            yield from recomputed(part.unpack_hook, part.data)
+            inputs = checkpoint_inputs(part.unpack_hook)
+            yield from inputs.values if inputs is not None else ()
+        else:
+            yield part.data
+    if isinstance(node, BackwardCFunction):
+        yield from node.__dict__.values()
+
+
 class _MoreReads(dict[Any, Any]):
     """A holder's ``handles``, where marking the tensor as read is ignored the first few times."""
 
@@ -199,92 +163,6 @@ def allow_more_reads(holder: Any, times: int) -> None:
 
 def _matrix(*shape: int) -> Tensor:
     return torch.ones(shape, requires_grad=True)
-
-
-def _leaves(node: Any) -> list[Any]:
-    return [child.variable for child, _ in node.next_functions]
-
-
-@probe("MmBackward0: _saved_self, _saved_mat2", expected="are the two sides of a product", features=("split",))
-def _mm() -> bool:
-    left, right = _matrix(2, 3), _matrix(3, 4)
-    node: Any = (left @ right).grad_fn
-    sides = [Mm.left(node), Mm.right(node)]
-    return type(node).__name__ == Mm.name and sides == _leaves(node) == [left, right]
-
-
-@probe("BmmBackward0: _saved_self, _saved_mat2", expected="are the two sides of a product", features=("split",))
-def _bmm() -> bool:
-    left, right = _matrix(2, 2, 3), _matrix(2, 3, 4)
-    node: Any = torch.bmm(left, right).grad_fn
-    sides = [Bmm.left(node), Bmm.right(node)]
-    return type(node).__name__ == Bmm.name and sides == _leaves(node) == [left, right]
-
-
-@probe(
-    "AddmmBackward0: _saved_mat1, _saved_mat2, _saved_alpha, _saved_beta",
-    expected="are the sides of a product and its factors",
-    features=("split",),
-)
-def _addmm() -> bool:
-    bias, left, right = _matrix(4), _matrix(2, 3), _matrix(3, 4)
-    node: Any = torch.addmm(bias, left, right, alpha=2, beta=3).grad_fn
-    fields = [Addmm.left(node), Addmm.right(node), Addmm.alpha(node), Addmm.beta(node)]
-    return type(node).__name__ == Addmm.name and fields == [left, right, 2, 3] and _leaves(node) == [bias, left, right]
-
-
-@probe(
-    "BaddbmmBackward0: _saved_batch1, _saved_batch2, _saved_alpha, _saved_beta",
-    expected="are the sides of a product and its factors",
-    features=("split",),
-)
-def _baddbmm() -> bool:
-    bias, left, right = _matrix(2, 2, 4), _matrix(2, 2, 3), _matrix(2, 3, 4)
-    node: Any = torch.baddbmm(bias, left, right, alpha=2, beta=3).grad_fn
-    fields = [Baddbmm.left(node), Baddbmm.right(node), Baddbmm.alpha(node), Baddbmm.beta(node)]
-    is_kind = type(node).__name__ == Baddbmm.name
-    return is_kind and fields == [left, right, 2, 3] and _leaves(node) == [bias, left, right]
-
-
-@probe(
-    "ConvolutionBackward0: _saved_input, _saved_weight, _saved_stride, …",
-    expected="are what aten.convolution_backward takes",
-    features=("split",),
-)
-def _convolution() -> bool:
-    image, weight, bias = _matrix(1, 2, 5), _matrix(4, 1, 3), _matrix(4)
-    node: Any = functional.conv1d(image, weight, bias, stride=2, padding=1, groups=2).grad_fn
-    grad = torch.ones(1, 4, 3)
-    saved = (Convolution.input(node), Convolution.weight(node))
-    settings = Convolution.settings(node)
-    ours = torch.ops.aten.convolution_backward(grad, *saved, None, *settings, (False, True, False))[1]
-    leaves = _leaves(node)
-    return (
-        type(node).__name__ == Convolution.name
-        and saved[0] is image
-        and leaves == [image, weight, bias]
-        and torch.equal(ours, node(grad)[1])
-    )
-
-
-@probe(
-    "EmbeddingBackward0: _saved_indices, _saved_weight_sym_argsize_0, …",
-    expected="are what aten.embedding_backward takes",
-    features=("split",),
-)
-def _embedding() -> bool:
-    table, indices = _matrix(4, 2), torch.tensor([1, 3, 1])
-    node: Any = functional.embedding(indices, table, padding_idx=3).grad_fn
-    rows, padding, by_frequency, sparse = Embedding.settings(node)
-    grad = torch.ones(3, 2)
-    ours = torch.ops.aten.embedding_backward(grad, Embedding.indices(node), rows, signed(padding), by_frequency, sparse)
-    unpadded: Any = functional.embedding(indices, table).grad_fn
-    return (
-        type(node).__name__ == Embedding.name
-        and _leaves(node) == [table]
-        and signed(Embedding.settings(unpadded)[1]) == -1
-        and torch.equal(ours, node(grad))
-    )
 
 
 @probe(
@@ -376,7 +254,7 @@ def _holder_reads() -> bool:
     def twice(grads: Any) -> None:
         for holder in holders:
             allow_more_reads(holder, 2)
-        read.extend([Mm.left(node), Mm.left(node)])
+        read.extend([read_saved(node, "self"), read_saved(node, "self")])
 
     node.register_prehook(twice)
     output.sum().backward()

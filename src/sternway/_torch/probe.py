@@ -40,6 +40,7 @@ _AREAS = (
     "hooks",
     "failures",
     "nodes",
+    "operands",
     "saved_hooks",
     "compile",
     "tracing",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ class CheckpointInputs(NamedTuple):
 
 def checkpoint_inputs(hook: Any) -> CheckpointInputs | None:
     """What is kept for the region that an unpack hook belongs to; None if the hook is not a checkpoint's."""
-    frame = inspect.getclosurevars(hook).nonlocals.get("frame") if inspect.isfunction(hook) else None
+    frame = _frame(hook)
     if frame is None:
         return None
     saver = getattr(frame, "input_saver", None)
@@ -65,6 +65,41 @@ def checkpoint_inputs(hook: Any) -> CheckpointInputs | None:
     kept = frame.saved_args if saver is None else saver.grad_fn._raw_saved_tensors[1:]
     saved: Any = torch._C._autograd.SavedTensor
     return CheckpointInputs(id(frame), [entry.data if isinstance(entry, saved) else entry for entry in kept])
+
+
+def can_share_recomputation() -> bool:
+    """Whether two backwards can share what checkpoints recompute: whether torch has ``GraphExecGroup``."""
+    return hasattr(checkpoint, "GraphExecGroup")
+
+
+def recomputation() -> Any:
+    """What stands for one recomputation of each region, for ``sharing``: the user's own, if there is one."""
+    return torch._C._get_graph_exec_group() or checkpoint.GraphExecGroup()
+
+
+@contextmanager
+def sharing(group: Any) -> Iterator[None]:
+    """In all blocks with the same ``recomputation()``, a checkpointed region recomputes once; a tensor is read once."""
+    before = torch._C._get_graph_exec_group()
+    torch._C._set_graph_exec_group(group)
+    try:
+        yield
+    finally:
+        torch._C._set_graph_exec_group(before)
+
+
+def recomputed(hook: Any, holder: Any) -> list[Tensor]:
+    """The tensors that were recomputed for a holder, and not yet read; its unpack hook knows the region."""
+    frame = _frame(hook)
+    if frame is None:
+        return []
+    handles = [(group, handle) for group, handle in holder.handles.items() if handle is not None]
+    return [frame.recomputed[group][handle] for group, handle in handles if handle in frame.recomputed[group]]
+
+
+def _frame(hook: Any) -> Any:
+    """The region that an unpack hook belongs to; None if the hook is not a checkpoint's."""
+    return inspect.getclosurevars(hook).nonlocals.get("frame") if inspect.isfunction(hook) else None
 
 
 Operation = Callable[[Any, Any, dict[str, Any]], Any]
@@ -176,6 +211,33 @@ def _checkpoints() -> bool:
     kept = [value for value in inputs.values if isinstance(value, Tensor)] if inputs is not None else []
     holds = isinstance(raw.data, checkpoint_holder()) and isinstance(raw.data.handles, dict)
     return holds and len(kept) == 1 and kept[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+@probe(
+    "torch.utils.checkpoint.GraphExecGroup, torch._C._get_graph_exec_group, _set_graph_exec_group",
+    expected="let two backwards share what a checkpoint recomputes",
+    features=("split.checkpoint",),
+)
+def _shared_recomputation() -> bool:
+    if not can_share_recomputation():
+        return True  # then W goes through no checkpointed region
+    runs: list[int] = []
+
+    def region(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        runs.append(1)
+        return x.exp(), weight.exp()
+
+    x, weight = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    run: Any = inspect.unwrap(checkpoint.checkpoint)
+    outputs = run(region, x, weight, use_reentrant=False, preserve_rng_state=False)
+    group, node = recomputation(), outputs[1].grad_fn
+    with sharing(group):
+        torch.autograd.grad(outputs[0].sum(), x)
+    saved = node._raw_saved_result
+    kept = recomputed(saved.unpack_hook, saved.data)
+    with sharing(group):
+        (grad,) = torch.autograd.grad(outputs[1].sum(), weight)
+    return len(runs) == 2 and len(kept) == 1 and torch.equal(grad, kept[0]) and torch._C._get_graph_exec_group() is None
 
 
 @probe(

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from sternway._torch import require
 from sternway._torch.autograd import sequence_number
+from sternway._torch.nodes import saved_parts
 from sternway._torch.tensors import without_torch_function
 from sternway.errors import GraphError
 from sternway.graph._record import shown_line
-from sternway.graph._saved import saved_parts, storage_of
+from sternway.graph._saved import storage_of
 from sternway.graph._walk import forward_order
 
 _MAX_STEPS = 12

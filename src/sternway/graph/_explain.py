@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from sternway._torch import require
 from sternway._torch.failures import changed_versions, failed_roots, failure_of, unused_parameters
-from sternway._torch.nodes import read_saved
+from sternway._torch.nodes import read_saved, saved_parts
 from sternway._torch.tensors import version_of
 from sternway.errors import BackwardError
 from sternway.graph._capture import capture
 from sternway.graph._record import Recording, Write
-from sternway.graph._saved import is_freed, saved_parts, storage_of
+from sternway.graph._saved import is_freed, storage_of
 from sternway.graph._tags import tag_of
 from sternway.graph._walk import forward_order
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from sternway._storage import dense_parts, storage_sizes
+from sternway._storage import dense_parts, storage_sizes, tensors_in
 from sternway._torch.nodes import CHECKPOINT_HOLDER, raw_saved, read_saved, saved_label, saved_names
 from sternway._torch.saved_hooks import checkpoint_inputs
 from sternway._torch.tensors import storage_id
@@ -75,7 +75,7 @@ class Reader:
                 empty += self._read(slot, name, found)
         if isinstance(node, BackwardCFunction):
             for name, value in node.__dict__.items():
-                found += [self._describe(tensor, f"ctx.{name}") for tensor in _tensors(value)]
+                found += [self._describe(tensor, f"ctx.{name}") for tensor in tensors_in(value)]
         return tuple(found), empty > 0 and not found and is_freed(node)
 
     def _read(self, raw: Any, name: str, found: list[Saved]) -> bool:
@@ -92,7 +92,7 @@ class Reader:
             found += self._checkpoint_inputs(hook)
         else:
             by = getattr(hook, "__qualname__", type(hook).__name__).split(".")[0]
-            packed = [self._describe(tensor, name, by) for tensor in _tensors(data)]
+            packed = [self._describe(tensor, name, by) for tensor in tensors_in(data)]
             found += packed or [Saved(name, TensorInfo(None, "", ""), 0, None, 0, hook=by)]
         return False
 
@@ -103,7 +103,7 @@ class Reader:
             return
         self._regions.add(inputs.region)
         for index, value in enumerate(inputs.values):
-            for tensor in _tensors(value):
+            for tensor in tensors_in(value):
                 yield self._describe(tensor, f"checkpoint input {index}", "checkpoint")
 
     def _describe(self, tensor: Tensor, name: str, hook: str | None = None) -> Saved:
@@ -125,18 +125,6 @@ class Reader:
         return Saved(name, info, tensor.nbytes, number, size, role, of, id(tensor) != identity, hook)
 
 
-def saved_parts(node: Any) -> Iterator[tuple[str, Any]]:
-    """Each tensor that a node still keeps: the operand's name, and its ``SavedTensor``, not unpacked."""
-    for attribute in saved_names(node.__class__):
-        try:
-            raw = raw_saved(node, attribute)
-        except (RuntimeError, AttributeError):  # freed
-            continue
-        for part in raw if isinstance(raw, tuple | list) else (raw,):
-            if part is not None and part.data is not None:
-                yield saved_label(attribute), part
-
-
 def is_freed(node: Any) -> bool:
     """Whether a backward has freed what the node saved. Only empty slots are unpacked to find out."""
     for attribute in saved_names(node.__class__):
@@ -155,14 +143,3 @@ def storage_of(tensor: Tensor) -> int | None:
         return storage_id(tensor)
     except (RuntimeError, NotImplementedError):
         return None
-
-
-def _tensors(value: Any, depth: int = 3) -> list[Tensor]:
-    """The tensors in what a hook packed or a function kept: any object, so containers are opened to a fixed depth."""
-    if isinstance(value, Tensor):
-        return [value]
-    if depth and isinstance(value, tuple | list):
-        return [tensor for part in value for tensor in _tensors(part, depth - 1)]
-    if depth and isinstance(value, dict):
-        return [tensor for part in value.values() for tensor in _tensors(part, depth - 1)]
-    return []

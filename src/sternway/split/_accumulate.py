@@ -26,6 +26,7 @@ from sternway._torch.hooks import accumulate_hooks, tensor_hooks
 from sternway._torch.parallel import in_process_group
 from sternway._torch.tensors import ORDINARY, add_each, layout_enforced, needs_grad
 from sternway.errors import PendingError
+from sternway.split._behind import held_behind
 from sternway.split._part import Node, Part, sum_to
 from sternway.split._unseen import UNSEEN
 
@@ -158,8 +159,8 @@ class Accumulator:
 
     def tensors(self) -> list[Tensor]:
         """The tensors that parts which have yet to go through the engine hold."""
-        calls = (*self._calls, self._hooked)
-        return [tensor for call in calls for part in call.parts for tensor in part.tensors()]
+        parts = [part for call in (*self._calls, self._hooked) for part in call.parts]
+        return [*(tensor for part in parts for tensor in part.tensors()), *held_behind(parts)]
 
     def finish(self, undefined: Sequence[Node] = ()) -> None:
         """Make the engine calls, and run the hooks on AccumulateGrad nodes, also of leaves with no gradient."""

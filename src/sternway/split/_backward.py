@@ -9,6 +9,7 @@ have run), and the saved tensors are not freed yet. Everything else is freed as 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway._torch import autograd
+from sternway._torch.saved_hooks import recomputation, sharing
 from sternway._tree import children, leaves, replace_leaves
 from sternway.errors import SplitError
 from sternway.split._deferred import Deferred
@@ -64,23 +66,30 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
 
     places = plan.inputs
     bottom = [cut for cut in plan.cuts if not cut.runs_in_i]
-    nodes = [*plan.ready, *[cut.node for cut in bottom]]
-    edges = [GradientEdge(*place) for place in places] + [GradientEdge(node, 0) for node in (*nodes, *plan.triggers)]
-    offers = [Offer(each.node, each.positions) for each in plan.opaque]
     asked = [*plan.ready, *plan.triggers]
-    with catching(plan.cuts), making(offers), without_hooks(asked) as ran, stopping(plan.inner) as stopped:
-        found = torch.autograd.grad(tensors, edges, grads, allow_unused=True) if edges else ()
-    of_nodes = found[len(places) :]
-    for cut, grad in zip(bottom, of_nodes[len(plan.ready) :], strict=False):
-        cut.grads.append((grad,))
-        spend(cut.node)
+    nodes = [*plan.ready, *[cut.node for cut in bottom]]
+    edges = [GradientEdge(*place) for place in places] + [GradientEdge(node, 0) for node in nodes]
+    edges += [GradientEdge(*part.edge) for part in plan.branches] + [GradientEdge(node, 0) for node in plan.triggers]
+    offers = [Offer(each.node, each.positions) for each in plan.opaque]
+    group = recomputation() if plan.recomputes else None
+    with sharing(group) if group else nullcontext():
+        with catching(plan.cuts), making(offers), without_hooks(asked) as ran, stopping(plan.inner) as stopped:
+            found = torch.autograd.grad(tensors, edges, grads, allow_unused=True) if edges else ()
+        of_nodes = found[len(places) :]
+        for cut, grad in zip(bottom, of_nodes[len(plan.ready) :], strict=False):
+            cut.keep(grad)
+            spend(cut.node)
     UNSEEN.count_own(len(bottom))
     of_leaves = list(zip(plan.ready, of_nodes, strict=False))
     ready = [(leaf, grad) for leaf, grad in of_leaves if grad is not None]
     ready += [part for offer in offers for part in offer.ready]
-    direct, through_graph = deferred_work(plan.cuts, ready)
+    at_branches = list(zip(plan.branches, of_nodes[len(nodes) :], strict=False))
+    missed = [part for part, grad in at_branches if grad is None]
+    missed += [part for cut in plan.cuts if not cut.grads or cut.grads[0][0] is None for part in cut.parts]
+    undefined = [leaf for leaf, grad in of_leaves if grad is None] + [leaf for part in missed for leaf in part.leaves()]
+    direct, through_graph = deferred_work(plan.cuts, ready, [pair for pair in at_branches if pair[1] is not None])
     work: list[Deferred] = [direct, *(offer.work for offer in offers if offer.work is not None), through_graph]
-    pending = Pending(work, ran, [leaf for leaf, grad in of_leaves if grad is None])
+    pending = Pending(work, ran, undefined, group)
     refuse_resharded(pending.deferred)
     grad_at = dict(zip(places, found, strict=False)) | stopped
     return replace_leaves(lambda leaf: grad_at.get(wanted[id(leaf)]) if id(leaf) in wanted else None, inputs), pending

@@ -214,7 +214,7 @@ class Cut:
     @property
     def is_read_as_it_runs(self) -> bool:
         """Whether the rules read just before the node runs, when what is packed is unpacked anyway."""
-        return self.packing is Packing.CHECKPOINT or (self.packing is Packing.OURS and self.runs_in_i)
+        return self.runs_in_i and self.packing in (Packing.CHECKPOINT, Packing.OURS)
 
     def read(self) -> None:
         """Let the rules read what W needs off the node."""
@@ -229,3 +229,10 @@ class Cut:
                 allow_more_reads(holder, times=len(self.parts))
         self.read()
         self.grads.append(grads)
+
+    def keep(self, grad: Tensor | None) -> None:
+        """Keep the gradient that arrived at a node that did not run; what a checkpoint recomputes is read now."""
+        if self.packing is Packing.CHECKPOINT and grad is not None:
+            self.read_and_keep((grad,))
+        else:
+            self.grads.append((grad,))

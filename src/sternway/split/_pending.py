@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sternway._bytes import show_bytes
 from sternway._storage import storage_bytes
+from sternway._torch.saved_hooks import sharing
 from sternway.errors import PendingError, SplitError
 from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator
@@ -23,10 +26,12 @@ class Pending:
     Dropping it frees what it holds; the parameters then never get these gradients.
     """
 
-    def __init__(self, work: Iterable[Deferred], ran: Ran | None = None, undefined: Sequence[Node] = ()) -> None:
+    def __init__(
+        self, work: Iterable[Deferred], ran: Ran | None = None, undefined: Sequence[Node] = (), group: Any = None
+    ) -> None:
         self._work = list(work)  # run from the last to the first
         self._ran = ran or {}
-        self._undefined = undefined  # leaves that no gradient arrived at, whose hooks run all the same
+        self._group = group  # of what checkpoints have recomputed in I, if W reads some of it
         self._accumulator: Accumulator | None = None  # while it runs
         self._state = "waiting"
         self._late: dict[Node, None] = {}
@@ -34,6 +39,9 @@ class Pending:
         for each in self._work:
             self._late.update(dict.fromkeys(each.late))
             self._early.update(dict.fromkeys(each.early))
+        # Leaves that no gradient arrived at, whose hooks run all the same.
+        got = self._late.keys() | self._early.keys()
+        self._undefined = [leaf for leaf in dict.fromkeys(undefined) if leaf not in got]
         if not self._late.keys().isdisjoint(self._ran):
             raise SplitError(
                 "a hook cannot be put on a parameter during I if only part of its gradient is computed there",
@@ -53,7 +61,10 @@ class Pending:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held until ``run()``: each storage counted once, the parameters not counted."""
+        """Bytes held until ``run()``: each storage counted once, the parameters not counted.
+
+        What the autograd graph holds is counted where ``run()`` goes through a part of it.
+        """
         tensors = [tensor for each in self._work for tensor in each.tensors()]
         if self._accumulator is not None:
             tensors += self._accumulator.tensors()
@@ -93,7 +104,7 @@ class Pending:
         for each in self._work:
             each.check()
         self._accumulator = accumulator = Accumulator({**self._late, **self._early})
-        with torch.no_grad(), hiding(self._ran):
+        with torch.no_grad(), hiding(self._ran), sharing(self._group) if self._group else nullcontext():
             while self._work:
                 self._work.pop().run(accumulator)
             accumulator.finish(self._undefined)

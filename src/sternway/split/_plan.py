@@ -14,9 +14,10 @@ The spine is what the walk reaches from the outputs without crossing a deferred 
 weights. Stage 0 of a pipeline has no input that needs a gradient; its spine ends at its lowest cuts.
 
 An edge can be deferred if its operand has a rule and only parameters lie behind it. In stage 0 that is true of
-activations too, so the shape of what is behind decides: a chain from a parameter (views, casts, arithmetic) is a
-weight; something with matrix products of its own is an activation, unless it stands where weights stand
-(``W + A @ B`` as the right side of a product).
+activations too, so what is behind decides: something made of parameters alone (``W + A @ B``) is a weight; something
+that data goes into, by a product or a lookup, is an activation.
+
+What leads to no input, though an input is there, is W's work whole: ``_branches.py`` finds it after the walk.
 
 A compiled graph is one *opaque* node, which knows itself which of the leaves behind it can wait. The plan lists it, and
 keeps those leaves off the spine.
@@ -34,6 +35,9 @@ from sternway._torch.autograd import gradient_slots
 from sternway._torch.compile import COMPILED_NODE
 from sternway._torch.nodes import ACCUMULATE_GRAD, TO_COPY, TRANSPOSE, T, signed, transposed_dims
 from sternway._torch.parallel import in_process_group
+from sternway._torch.saved_hooks import can_share_recomputation
+from sternway.split._behind import Behind, meets
+from sternway.split._branches import find_branches
 from sternway.split._part import Cut, Edge, Node, Packing, Part, packing
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._unseen import UNSEEN
@@ -62,6 +66,8 @@ class SplitPlan:
         ready: leaves whose whole gradient I computes.
         inputs: inputs that gradient reaches without passing another one.
         opaque: compiled graphs.
+        branches: where a part of the graph begins that leads to no input. I computes the gradient there; W, the rest.
+        recomputes: whether W goes through what a checkpoint recomputes in I.
         triggers: a leaf for each compiled graph with nothing but leaves below it. The engine is asked for its gradient,
             or it would not run the graph.
     """
@@ -70,6 +76,8 @@ class SplitPlan:
     ready: list[Node]
     inputs: list[Edge]
     opaque: list[OpaqueNode]
+    branches: list[Part]
+    recomputes: bool
     triggers: list[Node]
 
     @property
@@ -88,10 +96,13 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> SplitPlan:
     starts = list(roots)
     planner.reached.update(inputs.intersection(starts))
     planner.walk([node for node, index in starts if (node, index) not in inputs])
+    planner.set_aside(starts)
     planner.settle()
     triggers = planner.triggers()
     cuts, reached = [cut for cut in planner.cuts if cut.parts], planner.reached
-    return SplitPlan(cuts, planner.ready, [edge for edge in inputs if edge in reached], planner.opaque, triggers)
+    places = [edge for edge in inputs if edge in reached]
+    branches = list(planner.branches.values())
+    return SplitPlan(cuts, planner.ready, places, planner.opaque, branches, planner.recomputes, triggers)
 
 
 def direct_target(edge: Edge, stop_at: set[Node]) -> tuple[Node | None, bool]:
@@ -131,41 +142,87 @@ class _Planner:
     def __init__(self, inputs: set[Edge]) -> None:
         self.inputs = inputs
         self.input_nodes = {node for node, _ in inputs}
+        self.stops = set(inputs)  # and where branches begin
+        self.stop_nodes = set(self.input_nodes)
+        self.behind = Behind(inputs)
         self.kinds: dict[type, Operands | None] = {}  # by node type: its name is made anew each time it is asked for
-        self.chains: dict[Node, bool] = {}
-        self.from_inputs: dict[Node, bool] = {}
-        self.not_recomputed: set[Node] = set()
-        self.spine: set[Node] = set()
+        self.spine: dict[Node, Sequence[Edge]] = {}  # with the edges that I follows
+        self.has_ends = False  # nodes on the spine with nothing but leaves below them: a branch ends in one
         self.reached: set[Edge] = set()
         self.ready: list[Node] = []
         self.cuts: list[Cut] = []
+        self.branches: dict[Edge, Part] = {}
+        self.asked: set[Node] = set()  # where branches begin
+        self.recomputes = False
         self.opaque: list[OpaqueNode] = []
         self.opaque_kinds: set[type] = set()
 
-    def settle(self) -> None:
-        """Put deferred edges back on the spine where I reaches what lies behind them in another way.
+    def set_aside(self, roots: Sequence[Edge]) -> None:
+        """Take the branches that lead to no input off the spine."""
+        if not self.reached or not self.has_ends:
+            return
+        found = find_branches(self.spine, roots, self.inputs, self.cuts)
+        if found is None:
+            return
+        for edge in found.heavy:
+            if UNSEEN.beyond(edge[0]) and self.can_pass(edge):  # hooks on what it made would run in I and in W
+                self.add_branch(edge)
+        self.spine = {node: edges for node, edges in self.spine.items() if node in found.leading}
+        self.cuts = [cut for cut in self.cuts if cut.node in found.leading]
+        self.opaque = [opaque for opaque in self.opaque if opaque.node in found.leading]
+        self.ready = []
+        self.walk([edge[0] for edge in (*found.heavy, *found.light) if edge not in self.branches])
 
-        A node runs once, and the engine computes every path to a leaf that it is asked for. So such an edge cannot be
-        deferred. Walking it extends the spine, which may reach what lies behind other edges.
+    def add_branch(self, edge: Edge) -> None:
+        self.branches[edge] = Part(edge, None)
+        self.asked.add(edge[0])
+        self.stops.add(edge)
+        self.stop_nodes.add(edge[0])
+
+    def joins_branch(self, edge: Edge) -> bool:
+        """Whether a branch begins at the node below ``edge``; then it begins at this edge too."""
+        if edge[0] not in self.asked:
+            return False
+        self.add_branch(edge)
+        return True
+
+    def settle(self) -> None:
+        """Put what was deferred back on the spine where I reaches what lies behind it in another way.
+
+        A node runs once, and the engine computes every path to a place whose gradient it is asked for. So such an edge
+        cannot be deferred. Walking it extends the spine, which may reach what lies behind other edges.
         """
-        spine = self.spine
-        while clashes := [
-            (cut, part)
-            for cut in self.cuts
-            for part in cut.parts
-            if (part.leaf in spine if part.leaf is not None else self.on_spine(part.edge))
-        ]:
+        while True:
+            spine, asked = self.spine, self.asked
+            clashes = [
+                (cut, part)
+                for cut in self.cuts
+                for part in cut.parts
+                if (part.leaf in spine if part.leaf is not None else meets(part.edge, spine, asked))
+            ]
+            back = {node for node in asked if self.is_reached(node)}
+            if not clashes and not back:
+                return
             for cut, part in clashes:
                 cut.parts.remove(part)
                 cut.runs_in_i = True
-            self.walk([part.edge[0] for _, part in clashes])
+            self.asked -= back
+            self.stops -= {edge for edge in self.branches if edge[0] in back}
+            self.branches = {edge: part for edge, part in self.branches.items() if edge[0] not in back}
+            self.walk([part.edge[0] for _, part in clashes] + list(back))
+
+    def is_reached(self, node: Node) -> bool:
+        """Whether I reaches a node where a branch begins, or what lies behind it, in another way."""
+        below = [edge for edge in node.next_functions if edge[0] is not None]
+        return node in self.spine or any(meets(edge, self.spine, self.asked) for edge in below)
 
     def triggers(self) -> list[Node]:
-        """For each compiled graph with nothing but leaves below it, one of the leaves that no cut defers."""
+        """For each compiled graph with nothing but leaves below it, one of the leaves that nothing defers."""
         found = []
         for opaque in self.opaque:
             if len([1 for child, _ in opaque.node.next_functions if child is not None]) == len(opaque.positions):
-                late = {leaf for cut in self.cuts for part in cut.parts for leaf in part.leaves()}
+                parts = [*self.branches.values(), *(part for cut in self.cuts for part in cut.parts)]
+                late = {leaf for part in parts for leaf in part.leaves()}
                 free = [leaf for leaf in opaque.leaves if leaf not in late]
                 if not free:
                     self.walk([opaque.leaves[0]])
@@ -175,14 +232,14 @@ class _Planner:
 
     def walk(self, stack: list[Node]) -> None:
         """Extend the spine from ``stack`` downwards."""
-        spine, inputs, input_nodes, kinds = self.spine, self.inputs, self.input_nodes, self.kinds
+        spine, stops, stop_nodes, kinds = self.spine, self.stops, self.stop_nodes, self.kinds
         while stack:
             node = stack.pop()
             if node in spine:
                 continue
-            spine.add(node)
             kind = type(node)
             if kind is ACCUMULATE_GRAD:
+                spine[node] = ()
                 self.ready.append(node)
                 continue
             edges: Sequence[Edge] = node.next_functions
@@ -191,14 +248,23 @@ class _Planner:
                 edges = self.cut(node, edges, operands)
             elif kind in self.opaque_kinds:
                 edges = self.past_leaves(node, edges)
+            spine[node] = edges
+            is_end = True
             for edge in edges:
                 child = edge[0]
                 if child is None:
                     continue
-                if child in input_nodes and edge in inputs:
+                if child in stop_nodes and (edge in stops or self.joins_branch(edge)):
                     self.reached.add(edge)
-                else:
+                    is_end = False
+                elif type(child) is not ACCUMULATE_GRAD:
                     stack.append(child)
+                    is_end = False
+                elif child not in spine:
+                    spine[child] = ()
+                    self.ready.append(child)
+            if is_end:
+                self.has_ends = True
 
     def look_up(self, kind: type, node: Node) -> Operands | None:
         """The rules for a kind of node, if any; raises SplitError for one that cannot be split."""
@@ -237,7 +303,9 @@ class _Planner:
         deferred = [part.position for part in parts]
         followed = [edge for place, edge in enumerate(edges) if edge[0] is not None and place not in deferred]
         if packed is Packing.CHECKPOINT and not followed:
-            return edges  # what a checkpoint recomputes can be read only when the node runs
+            if not can_share_recomputation():
+                return edges  # what a checkpoint recomputes can be read only when the node runs
+            self.recomputes = True
         if not followed:
             refuse_spent(node)
         self.cuts.append(Cut(node, parts, packed, runs_in_i=bool(followed)))
@@ -249,82 +317,24 @@ class _Planner:
         for operand in operands:
             if operand.position < len(edges) and (edge := edges[operand.position])[0] is not None:
                 leaf, transposed = direct_target(edge, self.input_nodes)
-                if leaf is not None or (self.is_chain(edge) and not self.is_recomputed(edge)):
+                if leaf is not None or (self.behind.is_chain(edge) and self.can_pass(edge)):
                     parts.append(Part(edge, leaf, transposed, operand.position, operand.function))
         return parts
 
     def first_from_parameters(self, operands: tuple[Operand, ...], edges: Sequence[Edge]) -> list[Part]:
-        """The first operand that depends on no input, such as ``W + A @ B``."""
+        """The first operand that depends on no input, such as ``W + A @ B``; without inputs, on no data."""
         for operand in operands:
             edge = edges[operand.position] if operand.position < len(edges) else (None, 0)
-            if edge[0] is not None and not self.leads_to_input(edge) and not self.is_recomputed(edge):
+            if edge[0] is None or (self.behind.leads_to_input(edge) if self.inputs else self.behind.has_data(edge)):
+                continue
+            if self.can_pass(edge):
                 return [Part(edge, None, False, operand.position, operand.function)]
         return []
 
-    def is_chain(self, edge: Edge) -> bool:
-        """Whether only parameters lie behind ``edge``, with no node on the way that has a rule."""
-        if edge in self.inputs:
-            return False
-        known = self.chains
-        stack, seen, chain = [edge[0]], {edge[0]}, True
-        while stack and chain:
-            node = stack.pop()
-            if node in known:
-                chain = known[node]
-                continue
-            below = [next_edge for next_edge in node.next_functions if next_edge[0] is not None]
-            chain = type(node).__name__ not in RULES and self.inputs.isdisjoint(below)
-            new = {child for child, _ in below} - seen
-            seen |= new
-            stack += new
-        if chain:
-            known.update(dict.fromkeys(seen, True))
-        else:
-            known[edge[0]] = False
-        return chain
-
-    def is_recomputed(self, edge: Edge) -> bool:
-        """Whether W, going through what lies behind ``edge``, would make a checkpoint recompute again."""
-        stack, seen = [edge[0]], {edge[0]}
-        while stack:
-            node = stack.pop()
-            if node in self.not_recomputed:
-                continue
-            if packing(node) is Packing.CHECKPOINT:
-                return True
-            new = {child for child, _ in node.next_functions if child is not None} - seen
-            seen |= new
-            stack += new
-        self.not_recomputed |= seen
-        return False
-
-    def leads_to_input(self, edge: Edge) -> bool:
-        """Whether an input lies behind ``edge``: depth first, without recursion, each node visited once."""
-        if edge in self.inputs:
-            return True
-        known = self.from_inputs
-        stack = [edge[0]]
-        while stack:
-            node = stack[-1]
-            if node in known:
-                stack.pop()
-                continue
-            below = [next_edge for next_edge in node.next_functions if next_edge[0] is not None]
-            inner = [child for child, index in below if (child, index) not in self.inputs]
-            if unknown := [child for child in inner if child not in known]:
-                stack += unknown
-            else:
-                known[node] = len(inner) < len(below) or any(known[child] for child in inner)
-        return known[edge[0]]
-
-    def on_spine(self, edge: Edge) -> bool:
-        """Whether something behind the edge is on the spine."""
-        stack, seen = [edge[0]], {edge[0]}
-        while stack:
-            node = stack.pop()
-            if node in self.spine:
-                return True
-            new = {child for child, _ in node.next_functions if child is not None} - seen
-            seen |= new
-            stack += new
-        return False
+    def can_pass(self, edge: Edge) -> bool:
+        """Whether W can go through what lies behind ``edge``."""
+        if self.behind.is_recomputed(edge):
+            if not can_share_recomputation():
+                return False  # a checkpoint would recompute once more
+            self.recomputes = True
+        return True

@@ -12,7 +12,10 @@ from sternway.split._plan import make_plan
 
 @dataclass(frozen=True, slots=True)
 class DeferredNode:
-    """A node of the graph whose weight gradients wait, and the leaves (AccumulateGrad nodes) that they are for."""
+    """A node of the graph whose weight gradients wait, and the leaves (AccumulateGrad nodes) that they are for.
+
+    Where a branch leads to no input, it is the node at which W begins.
+    """
 
     node: Node
     leaves: tuple[Node, ...]
@@ -46,9 +49,10 @@ def preview(outputs: Any, inputs: Any = ()) -> Preview:
         SplitError: the backward cannot be split.
     """
     plan = make_plan(edges_of(outputs, "outputs").values(), set(edges_of(inputs, "inputs").values()))
+    waiting = [(cut.node, cut.parts) for cut in plan.cuts] + [(part.edge[0], [part]) for part in plan.branches]
     deferred = tuple(
-        DeferredNode(cut.node, tuple(dict.fromkeys(leaf for part in cut.parts for leaf in part.leaves())))
-        for cut in plan.cuts
+        DeferredNode(node, tuple(dict.fromkeys(leaf for part in parts for leaf in part.leaves())))
+        for node, parts in waiting
     )
     ready = dict.fromkeys([*plan.ready, *(leaf for opaque in plan.opaque for leaf in opaque.leaves)])
     return Preview(deferred, tuple(ready))

@@ -3,13 +3,16 @@
 | codec | for | bytes per element | error |
 | --- | --- | --- | --- |
 | bf16 | float32, float64 | 2 | ≤ 2⁻⁸ · |x| |
-| fp8 | floats | 1 + 4/256 | ≤ max(|x| / 16, absmax / 425984) |
-| int8 | floats | 1 + 4/256 | ≤ absmax / 252 |
+| fp8 | floats | 1 + 4/256 | ≤ max(|x| / 16, absmax / 212992) |
+| int8 | floats | 1 + 4/256 | ≤ absmax / 252, but ≤ absmax / 126 where |x| < absmax / 252 |
 | bits | bool; two values | 1/8 | none |
 
 ``absmax`` is the largest finite magnitude in the element's block of 256. Infinities and NaN come back as they were. The
 errors are before rounding to the tensor's own dtype, if that has fewer digits. Integers are never encoded: a backward
 may use them as indices.
+
+Signs are kept, and zero stays the only zero: the backward of ReLU, and of much else, reads from a saved tensor where it
+is positive. A number too small for a block's scale becomes the smallest one that it has.
 """
 
 from __future__ import annotations
@@ -60,6 +63,8 @@ class Blockwise(Codec):
 
     limit: float
     """What the largest finite magnitude of a block is scaled to."""
+    smallest: float
+    """The smallest positive number that has a byte, as scaled."""
 
     def suits(self, tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.element_size() > 1
@@ -78,7 +83,8 @@ class Blockwise(Codec):
         # A block of nothing but zeros (or of numbers too small to divide by) has scale 0 and decodes to zeros.
         inverse = torch.where(scale > 0, 1 / scale, 0.0)
         inverse = torch.where(inverse.isfinite(), inverse, 0.0)
-        self._write(torch.mul(rows, inverse), rows, payload[4 * blocks :].view(blocks, BLOCK))
+        scaled = torch.mul(rows, inverse).abs_().clamp_(min=self.smallest).mul_(rows.sign())
+        self._write(scaled, rows, payload[4 * blocks :].view(blocks, BLOCK))
         return payload
 
     def decode(self, payload: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
@@ -99,6 +105,7 @@ class Int8(Blockwise):
 
     name = "int8"
     limit = 126.0
+    smallest = 1.0
 
     def _write(self, scaled: Tensor, rows: Tensor, codes: Tensor) -> None:
         scaled = scaled.round_().clamp_(-126, 126)
@@ -117,6 +124,7 @@ class Fp8(Blockwise):
 
     name = "fp8"
     limit = 416.0
+    smallest = 2.0**-9
 
     def _write(self, scaled: Tensor, rows: Tensor, codes: Tensor) -> None:
         scaled = scaled.clamp_(-416, 416)

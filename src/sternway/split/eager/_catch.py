@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from sternway._torch.hooks import tensor_hooks
-from sternway.split._part import Cut, Edge, Node
+from sternway.split._part import Cut, Edge, Node, Packing
 from sternway.split._unseen import UNSEEN
 
 
@@ -25,7 +25,7 @@ def catching(cuts: list[Cut]) -> Iterator[None]:
         for cut in cuts:
             if cut.is_read_as_it_runs:
                 readers.append(cut.node.register_prehook(cut.read_and_keep))
-            else:
+            elif cut.packing is not Packing.CHECKPOINT:
                 cut.read()
                 if cut.runs_in_i:
                     handles.append(cut.node.register_prehook(cut.grads.append))

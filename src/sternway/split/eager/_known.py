@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sternway._torch.nodes import Addmm, Baddbmm, Bmm, Convolution, Embedding, Mm, signed
+from sternway._torch.nodes import signed
+from sternway._torch.operands import (
+    Addmm,
+    Baddbmm,
+    Bmm,
+    Convolution,
+    Embedding,
+    EmbeddingBag,
+    GroupedMm,
+    Mm,
+    Trilinear,
+    embedding_bag_backward,
+    grouped_mm,
+    trilinear,
+)
 from sternway.split._later import Later, Product
 from sternway.split._rules import rule
 
@@ -104,3 +119,62 @@ def _embedding(node: Any) -> Later:
         return aten.embedding_backward(grad, indices, rows, padding, by_frequency, sparse)  # type: ignore[no-any-return]
 
     return Later(compute, Embedding.indices(node))
+
+
+@rule(EmbeddingBag.name, 0)
+def _embedding_bag(node: Any) -> Later:
+    settings, padding = EmbeddingBag.settings(node), EmbeddingBag.padding(node)
+    weights = EmbeddingBag.weights(node)
+
+    def compute(grad: Tensor, indices: Tensor, *kept: Tensor) -> Tensor:
+        return embedding_bag_backward(grad, indices, kept[:4], settings, kept[4] if weighted else None, padding)
+
+    weighted = weights is not None
+    more = (weights,) if weighted else ()
+    return Later(compute, EmbeddingBag.indices(node), *EmbeddingBag.bags(node), *more)
+
+
+# One product for each group: the experts of a mixture. Its sides are as mm's, and so are their gradients.
+
+
+@rule(GroupedMm.name, 1)
+def _grouped_right(node: Any) -> Later:
+    rows_first = _is_by_rows(GroupedMm.right_strides(node))
+
+    def compute(grad: Tensor, left: Tensor, *ends: Tensor) -> Tensor:
+        if rows_first:
+            return grouped_mm(left.mT, grad, *(ends or (None,)))
+        return grouped_mm(grad.mT, left, *(ends or (None,))).mT  # laid out as the operand is
+
+    return Later(compute, GroupedMm.left(node), *_ends(node))
+
+
+@rule(GroupedMm.name, 0, role="left")
+def _grouped_left(node: Any) -> Later:
+    rows_first = _is_by_rows(GroupedMm.left_strides(node))
+
+    def compute(grad: Tensor, right: Tensor, *ends: Tensor) -> Tensor:
+        if rows_first:
+            return grouped_mm(grad, right.mT, *(ends or (None,)))
+        return grouped_mm(right, grad.mT, *(ends or (None,))).mT
+
+    return Later(compute, GroupedMm.right(node), *_ends(node))
+
+
+def _ends(node: Any) -> tuple[Tensor, ...]:
+    ends = GroupedMm.ends(node)
+    return () if ends is None else (ends,)
+
+
+def _is_by_rows(strides: Sequence[int]) -> bool:
+    return strides[-1] == 1
+
+
+@rule(Trilinear.name, 1)
+def _trilinear_middle(node: Any) -> Later:
+    settings = Trilinear.settings(node)
+
+    def compute(grad: Tensor, first: Tensor, third: Tensor) -> Tensor:
+        return trilinear(first, grad, third, *settings)
+
+    return Later(compute, Trilinear.first(node), Trilinear.third(node))

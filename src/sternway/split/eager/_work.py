@@ -15,6 +15,7 @@ from sternway._storage import storage_sizes
 from sternway._torch.tensors import is_zero_tensor, storage_id, version_of
 from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator, EngineCall
+from sternway.split._behind import held_behind
 from sternway.split._later import Product
 from sternway.split._part import Cut, Node, Part
 
@@ -77,13 +78,18 @@ class GraphWork(_Parts):
     def parts(self) -> Iterable[Part]:
         return chain(*(call.parts for call in self._calls))
 
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), *held_behind(list(self.parts()))]
+
     def run(self, accumulator: Accumulator) -> None:
         for call in self._calls:
             accumulator.queue_call(call)
 
 
-def deferred_work(cuts: Iterable[Cut], ready: Sequence[tuple[Node, Tensor]]) -> tuple[DirectWork, GraphWork]:
-    """What W has to do after I: for the cuts, and for leaves whose gradient is computed."""
+def deferred_work(
+    cuts: Iterable[Cut], ready: Sequence[tuple[Node, Tensor]], branches: Iterable[tuple[Part, Tensor]] = ()
+) -> tuple[DirectWork, GraphWork]:
+    """What W has to do after I: for the cuts, for leaves whose gradient is computed, and for branches."""
     direct: dict[Node, list[Part]] = {}
     calls: list[EngineCall] = []
     for cut in cuts:
@@ -99,6 +105,9 @@ def deferred_work(cuts: Iterable[Cut], ready: Sequence[tuple[Node, Tensor]]) -> 
                 direct[leaf].append(part)
             else:
                 direct[leaf] = [part]
+    for part, grad in branches:
+        part.grad, part.version = grad, version_of(grad)
+        calls = _join(part, calls)
     late = list(direct)
     for leaf, grad in ready:
         direct.setdefault(leaf, []).append(Part.of_leaf(leaf, grad))

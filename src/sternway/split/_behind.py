@@ -1,0 +1,114 @@
+"""What lies behind an edge: questions that the planner asks of a graph, each node visited once for each.
+
+a chain      only parameters, with no node on the way that has a rule: views, casts, arithmetic
+an input     where gradient stops; what leads to none is W's work
+data         a product or a lookup one side of which needs no gradient: what it makes is an activation
+a checkpoint saved tensors that must be recomputed before they can be read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from sternway._storage import tensors_in
+from sternway._torch.nodes import held_by
+from sternway._torch.tensors import base_of
+from sternway.saved import Packed
+from sternway.split._part import Edge, Node, Packing, Part, packing
+from sternway.split._rules import RULES
+
+
+class Search:
+    """Whether some node behind another is what is looked for, itself included: depth first, without recursion.
+
+    Args:
+        is_here: whether a node is it, given its edges too.
+    """
+
+    def __init__(self, is_here: Callable[[Node, Sequence[Edge]], bool]) -> None:
+        self._is_here = is_here
+        self._known: dict[Node, bool] = {}
+
+    def behind(self, start: Node) -> bool:
+        known, stack = self._known, [start]
+        while stack:
+            node = stack[-1]
+            if node in known:
+                stack.pop()
+                continue
+            edges = node.next_functions
+            below = [child for child, _ in edges if child is not None]
+            if self._is_here(node, edges) or any(known.get(child) for child in below):
+                known[node] = True
+            elif unknown := [child for child in below if child not in known]:
+                stack += unknown
+            else:
+                known[node] = False
+        return known[start]
+
+
+class Behind:
+    """What lies behind the edges of one graph."""
+
+    def __init__(self, inputs: set[Edge]) -> None:
+        self._inputs = inputs
+        self._to_input = Search(lambda node, edges: not inputs.isdisjoint(edges))
+        self._to_rule = Search(lambda node, edges: type(node).__name__ in RULES or not inputs.isdisjoint(edges))
+        self._to_data = Search(_takes_data)
+        self._to_checkpoint = Search(lambda node, edges: packing(node) is Packing.CHECKPOINT)
+
+    def is_chain(self, edge: Edge) -> bool:
+        """Whether only parameters lie behind ``edge``, with no node on the way that has a rule."""
+        return edge not in self._inputs and not self._to_rule.behind(edge[0])
+
+    def leads_to_input(self, edge: Edge) -> bool:
+        """Whether an input lies behind ``edge``."""
+        return edge in self._inputs or self._to_input.behind(edge[0])
+
+    def has_data(self, edge: Edge) -> bool:
+        """Whether what arrives at ``edge`` is an activation of a graph without inputs, not a weight."""
+        return self._to_data.behind(edge[0])
+
+    def is_recomputed(self, edge: Edge) -> bool:
+        """Whether a checkpoint recomputes what nodes behind ``edge`` saved."""
+        return self._to_checkpoint.behind(edge[0])
+
+
+def _takes_data(node: Node, edges: Sequence[Edge]) -> bool:
+    operands = RULES.get(type(node).__name__)
+    if operands is None:
+        return False
+    biases = [operand.position for operand in operands.biases]
+    return len(edges) == 1 or any(child is None and at not in biases for at, (child, _) in enumerate(edges))
+
+
+def meets(edge: Edge, *places: Container[Node]) -> bool:
+    """Whether some node behind ``edge`` is in one of ``places``."""
+    return any(node in place for node in nodes_behind([edge]) for place in places)
+
+
+def nodes_behind(edges: Sequence[Edge]) -> Iterator[Node]:
+    """Every node behind ``edges``, their own included."""
+    stack = [node for node, _ in edges if node is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        new = {child for child, _ in node.next_functions if child is not None} - seen
+        seen |= new
+        stack += new
+
+
+def held_behind(parts: Sequence[Part]) -> Iterator[Tensor]:
+    """The tensors that the graph behind some parts holds, until W has gone through it; no parameters."""
+    for node in nodes_behind([part.edge for part in parts if part.leaf is None]):
+        for held in held_by(node):
+            tensors = held.tensors() if isinstance(held, Packed) else tensors_in(held)
+            yield from (tensor for tensor in tensors if not _is_parameter(tensor))
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, Parameter) or isinstance(base_of(tensor), Parameter)
