@@ -177,8 +177,8 @@ class ModelPart(nn.Module):
             batch, values, trail = args
         if task.stage == task.last and self.uses_own_loss:
             self.weight = self._own_weight(task, batch, values, trail)
-            if self.weight is not None and (leaf := _labels_leaf(trail)) is not None:
-                batch = batch | {leaf: filled(batch[leaf])}
+            if self._rule is not None and (leaf := _labels_leaf(trail)) is not None:
+                batch = batch | {leaf: filled(batch[leaf], self._rule)}
         for shield in self._shields:
             shield.clear()
         run = StageRun(task, self._shields[0].give(batch), self._shields[1].give(values), trail)
