@@ -74,7 +74,13 @@ class Flow:
         stage_of = self.stages(stage_of_call)
         for obstacle in self.obstacles:
             obstacle.check(stage_of)
-        last = stage_of[-1]
+        last = max(stage_of_call.values(), default=0)
+        if last != stage_of[-1]:
+            raise PipelineError(
+                "the forward must call a module of every stage",
+                got=f"none of stage {stage_of[-1] + 1}",
+                fix="pass sample=, one microbatch that takes the usual way",
+            )
         sends: list[set[Key]] = [set() for _ in range(last)]
         for key, segments in self.uses.items():
             end = last if key in self.of_all else max(stage_of[segment] for segment in segments)
@@ -89,6 +95,12 @@ class Flow:
                 needs[stage].add(leaf)
         batch = [frozenset().union(*needs[stage + 1 :]) for stage in range(last)]
         return Crossing(tuple(map(frozenset, sends)), tuple(batch))
+
+    def describe(self, key: Key) -> str:
+        """Where a value comes from, in words."""
+        segment, function, _, _ = key
+        piece = self.calls[segment - 1][0] if segment else "the beginning"
+        return f"{function} after {piece}" if function else piece
 
     def stages(self, stage_of_call: Mapping[Call, int]) -> list[int]:
         """The stage of each segment.

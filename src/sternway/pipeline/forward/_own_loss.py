@@ -19,6 +19,7 @@ from sternway.errors import PipelineError
 LABELS = "labels"
 IGNORED = -100
 _RULES = ("a mean over the labels", "a mean over the labels but the first of each row", "a sum")
+_SUM = 2
 _FIX = "pass loss_fn=, a function of output and target; for the model's own loss, lambda output, target: output.loss"
 
 
@@ -46,15 +47,17 @@ def shares(labels: list[Any]) -> list[Tensor] | list[None]:
         return [None] * len(labels)
     counts = torch.stack([_counts(each) for each in labels])
     found = counts / counts.sum(0).clamp(min=1)
-    found[:, 2] = 1
+    found[:, _SUM] = 1
     return list(found)
 
 
-def filled(labels: Tensor) -> Tensor:
-    """Labels of which one counts if none did, so that the loss is a number. Its share of the batch is 0 then."""
+def filled(labels: Tensor, rule: int) -> Tensor:
+    """Labels of which one counts if none did, so that a mean of them is a number. Its share of the batch is 0 then."""
+    if rule == _SUM:
+        return labels
     last = torch.zeros_like(labels, dtype=torch.bool)
     last.view(-1)[-1] = True
-    return torch.where(last & (_counts(labels)[1] == 0), torch.zeros_like(labels), labels)
+    return torch.where(last & (_counts(labels)[rule] == 0), torch.zeros_like(labels), labels)
 
 
 def no_shares() -> PipelineError:
@@ -97,7 +100,7 @@ def find_rule(labels: Tensor, loss_with: Callable[[Tensor], Tensor]) -> int:
         )
     whole, *losses = (loss_with(each).double() for each in (labels, *parts))
     numbers, *weights = (_counts(each) for each in (labels, *parts))
-    for place in (rule, 2):
+    for place in (rule, _SUM):
         total = sum(weight[place] * loss for weight, loss in zip(weights, losses, strict=True))
         if torch.isclose(torch.as_tensor(total), whole * numbers[place], rtol=1e-4, atol=1e-7):
             return place

@@ -44,6 +44,7 @@ class CutModel:
         names = names_of_kept(model, self.pieces)
         self.kept = frozenset(names)
         self.crossing: Crossing | None = None
+        self._flow = flow
         self._release: set[int] | None = None  # the stages to keep, once the whole model is not needed any more
         self.stages_of = self._stages_of(names, flow)
         if flow is not None:
@@ -66,10 +67,8 @@ class CutModel:
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossing:
         """What crosses the cuts: as is known, or else as one forward of this batch shows."""
         if self.crossing is None:
-            flow = record(self.model, self.pieces, args, kwargs)
-            names = {
-                name: key for key, all_names in names_of_kept(self.model, self.pieces).items() for name in all_names
-            }
+            self._flow = flow = record(self.model, self.pieces, args, kwargs)
+            names = {name: key for key, all_names in names_of_kept(self.model, self.pieces).items() for name in all_names}
             stage_of = flow.stages(self.stage_of_call)
             for name, segments in flow.kept.items():
                 elsewhere = {stage_of[segment] for segment in segments} - self.stages_of[names[name]]
@@ -83,6 +82,12 @@ class CutModel:
             if self._release is not None:
                 self.release(self._release)
         return self.crossing
+
+    def crosses(self) -> list[list[str]] | None:
+        """What crosses each cut, in words; None if it is not known yet."""
+        if self.crossing is None or self._flow is None:
+            return None
+        return [[self._flow.describe(key) for key in sorted(keys)] for keys in self.crossing.values]
 
     def ties(self) -> list[list[str]]:
         """Parameters that have several names, or are in several stages: all names of each."""
@@ -172,8 +177,10 @@ class ModelPart(nn.Module):
             batch, values, trail = args
         if task.stage == task.last and self.uses_own_loss:
             self.weight = self._own_weight(task, batch, values, trail)
-            if self.weight is not None and (leaf := _labels_leaf(trail)) is not None:
-                batch = batch | {leaf: filled(batch[leaf])}
+            if self._rule is not None and (leaf := _labels_leaf(trail)) is not None:
+                batch = batch | {leaf: filled(batch[leaf], self._rule)}
+        for shield in self._shields:
+            shield.clear()
         run = StageRun(task, self._shields[0].give(batch), self._shields[1].give(values), trail)
         result, made, noted = run.run()
         for shield in self._shields:

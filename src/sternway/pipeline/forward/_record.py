@@ -58,6 +58,7 @@ class Recorder(Follower):
         self._writes: dict[int, tuple[int, int]] = {}  # storage: the segment that last changed it, and through what
         self._made_inside: dict[int, tuple[Tensor, int]] = {}  # made by a piece, and perhaps not returned
         self._random: set[Key] = set()
+        self._aliases: dict[int, list[Key]] = {}  # of values that a function returned as they are: the keys it gave them
 
     # Pieces
 
@@ -182,7 +183,8 @@ class Recorder(Follower):
         for tensor in tensors:
             key = self.key_of(tensor)
             if key is not None:
-                self.flow.uses.setdefault(key, set()).add(self.segment)
+                for each in (key, *self._aliases.get(id(tensor), ())):
+                    self.flow.uses.setdefault(each, set()).add(self.segment)
                 self._check_alias(tensor, key)
             elif (leaf := self._batch.get(id(tensor))) is not None:
                 self.flow.batch_used.setdefault(leaf, set()).add(self.segment)
@@ -211,11 +213,14 @@ class Recorder(Follower):
         for place, tensor in enumerate(results):
             if all(tensor is not other for other in skip or ()):
                 self._name(tensor, (*key[:3], place))
+            else:  # as dropout does in evaluation
+                self._aliases.setdefault(id(tensor), []).append((*key[:3], place))
 
     def _name(self, tensor: Tensor, key: Key) -> None:
         if id(tensor) in self._names:
             return
         self.name_value(tensor, key)
+        self._aliases.pop(id(tensor), None)
         self._values[id(tensor)] = tensor
         self._made_inside.pop(id(tensor), None)
 

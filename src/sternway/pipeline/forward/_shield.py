@@ -20,14 +20,17 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class Shield:
-    """Copies those tensors that a stage changes, and notices if it changes another."""
+    """Copies those tensors that a stage changes, and notices if it changes another. If not ``learns``, it does nothing."""
 
-    def __init__(self) -> None:
+    def __init__(self, learns: bool = True) -> None:
+        self._learns = learns
         self._changed: dict[Hashable, bool] = {}
         self._given: list[tuple[Hashable, Tensor, int]] = []
 
     def give(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
         """The tensors to use in place of these."""
+        if not self._learns:
+            return dict(tensors)
         given = {
             name: tensor.clone() if self._changed.get(name, True) and not isinstance(tensor, Absent) else tensor
             for name, tensor in tensors.items()
@@ -52,3 +55,7 @@ class Shield:
                     fix="change a copy: x = x.clone(); or run the step again",
                 )
             self._changed[name] = self._changed.get(name, False) or changed
+
+    def clear(self) -> None:
+        """Forget what was given, after an error."""
+        self._given.clear()

@@ -95,6 +95,7 @@ class StageRun(Follower):
         self._now: dict[int, tuple[Tensor, Tensor]] = {}  # tensors that earlier stages changed, and what they are now
         wanted = trail.crossing.values[task.stage] if task.stage < task.last else frozenset()
         self._wanted = wanted
+        self._records = torch.is_grad_enabled()
         self._made: dict[Key, Tensor] = {}
         for key, tensor in values.items():
             self.name_value(tensor, key)
@@ -203,7 +204,7 @@ class StageRun(Follower):
             if not is_piece:
                 self._keep(tensors[place], (*key[:3], -1 - place))
         for place, tensor in enumerate(found):
-            if isinstance(noted.tensors[place], Like):
+            if isinstance(noted.tensors[place], Like) or all(tensor is not made for made in self._made.values()):
                 self._keep(tensor, (*key[:3], place))
 
     def _keep(self, tensor: Tensor, key: Key) -> None:
@@ -236,6 +237,12 @@ class StageRun(Follower):
                 for place, each in enumerate(noted.tensors):
                     if each == position:
                         arrived[place] = changed
+        if self._records and not torch.is_grad_enabled() and any(t.requires_grad for t in arrived.values()):
+            # Inside a torch.autograd.Function, which would take what it returns for its own output.
+            result = noted.again(tensors, {}, self._task.device)
+            found = tensors_in(result)
+            self._now |= {id(found[place]): (found[place], tensor) for place, tensor in arrived.items()}
+            return result
         return noted.again(tensors, arrived, self._task.device)
 
     def _end_past_segment(self, name: str) -> None:
@@ -246,7 +253,21 @@ class StageRun(Follower):
         """``tree``, with what arrived in place of tensors that earlier stages changed."""
         if not self._now:
             return tree
-        return replace_leaves(lambda leaf: self._now[id(leaf)][1] if id(leaf) in self._now else leaf, tree)
+
+        def present(leaf: Any) -> Any:
+            now = self._now.get(id(leaf))
+            if now is None:
+                return leaf
+            if self._records and not torch.is_grad_enabled() and now[1].requires_grad:
+                raise PipelineError(
+                    "a stage cannot begin with a torch.autograd.Function, or with code under no_grad, that takes what "
+                    "an earlier stage changed in place or made in such a Function",
+                    got=user_line(),
+                    fix="cut elsewhere",
+                )
+            return now[1]
+
+        return replace_leaves(present, tree)
 
     def _must_be_here(self, tensor: Tensor, what: str) -> None:
         if isinstance(tensor, Absent) or (self._stale and type(tensor) is Tensor and storage_id(tensor) in self._stale):

@@ -90,6 +90,14 @@ class Gradients:
     ) -> None:
         self._stages, self._ties, self._transport, self._ranks, self._copies = stages, ties, transport, ranks, copies
         self._tied = {id(p) for tie in ties for p in tie.here}
+        self._before: dict[int, Tensor | None] = {}  # gradients of earlier steps, which are summed already
+
+    def begin(self) -> None:
+        """A step begins: set aside what tied parameters have, so that only this step's gradients are summed."""
+        for tie in self._ties:
+            if self._is_summed(tie):
+                for parameter in tie.here:
+                    self._before[id(parameter)], parameter.grad = parameter.grad, None
 
     def stage_done(self, stage: Stage) -> None:
         """A stage's last W is done: begin to average its gradients over the copies."""
@@ -104,11 +112,20 @@ class Gradients:
             self._copies.start([p for p in self._parameters() if id(p) in self._tied])
             self._copies.finish()
 
+    def _all_here(self, tie: Tie) -> bool:
+        return not self._transport.mine or len(tie.ranks) == 1
+
+    def _is_summed(self, tie: Tie) -> bool:
+        """Whether a tie's gradients come from several places."""
+        return bool(tie.here) and tie.here[0].requires_grad and not (self._all_here(tie) and len(tie.here) == 1)
+
     def _sum(self, tie: Tie) -> None:
-        if not tie.here or not tie.here[0].requires_grad:
+        if not self._is_summed(tie):
             return
-        everyone = not self._transport.mine or len(tie.ranks) == 1  # all of its gradients are here
-        if everyone and (len(tie.here) == 1 or all(parameter.grad is None for parameter in tie.here)):
+        before = [self._before.pop(id(parameter), None) for parameter in tie.here]
+        if self._all_here(tie) and all(parameter.grad is None for parameter in tie.here):
+            for parameter, grad in zip(tie.here, before, strict=True):
+                parameter.grad = grad
             return
         total = torch.zeros_like(tie.here[0])
         for parameter in tie.here:
@@ -116,8 +133,8 @@ class Gradients:
                 total += parameter.grad
         if len(tie.ranks) > 1:
             self._transport.add([total], tie.ranks)
-        for parameter in tie.here:
-            parameter.grad = total.clone()
+        for parameter, grad in zip(tie.here, before, strict=True):
+            parameter.grad = total.clone() if grad is None else grad.add_(total)
 
     def drop(self) -> None:
         """Set all gradients to None."""

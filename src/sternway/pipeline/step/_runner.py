@@ -149,6 +149,8 @@ class StepRunner:
             )
             for rank in self._ranks_here
         }
+        if training:
+            self._gradients.begin()
         self._transport.drive(programs, self._schedule, self._routes, training)
         if training:
             self._gradients.finish()

@@ -19,6 +19,7 @@ from sternway import split
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import loss_of, no_shares
 from sternway.pipeline.forward._part import SHARES, ModelPart
+from sternway.pipeline.forward._shield import Shield
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
 from sternway.pipeline.transport._routes import MAIN
@@ -59,6 +60,8 @@ class Stage:
     ) -> None:
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
         self._saved = saved or nullcontext()
+        # A part of a whole model shields what it is given itself: it also passes it on.
+        self._shield = Shield(learns=not isinstance(module, ModelPart))
         if isinstance(module, ModelPart):
             module.uses_own_loss = is_last and loss_fn is None
         self.losses: dict[int, Tensor] = {}
@@ -78,7 +81,11 @@ class Stage:
     ) -> dict[str, Payload]:
         training = torch.is_grad_enabled()
         inputs = {name: as_inputs(*payload) if training else payload[1] for name, payload in received.items()}
-        trees = {name: unpack(payload[0], inputs[name]) for name, payload in received.items()}
+        given = self._shield.give({(name, i): t for name, tensors in inputs.items() for i, t in enumerate(tensors)})
+        trees = {
+            name: unpack(spec, [given[name, i] for i in range(len(tensors))])
+            for name, (spec, tensors) in received.items()
+        }
         keywords = dict(microbatch.stage_kwargs or {})
         if MAIN in trees:
             main = trees.pop(MAIN)
@@ -89,6 +96,7 @@ class Stage:
             if microbatch.shares is not None:
                 keywords[SHARES] = microbatch.shares
         result = self.module(*arguments, **keywords, **trees)
+        self._shield.check()
         output, skips = (result.output, result.skips) if isinstance(result, WithSkips) else (result, {})
 
         sent = skips if self.is_last else {MAIN: output} | skips
@@ -164,6 +172,7 @@ class Stage:
         """Drop everything, after a step or an error."""
         for held in (self.losses, self.outputs, self._graphs, self._pendings):
             held.clear()
+        self._shield.clear()
 
 
 def _whole(found: dict[str, list[Tensor | None]], like: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
