@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+import gloo
+
+gloo.PRELOADED.append("zoo.models")
 HERE = Path(__file__).parent
 
 

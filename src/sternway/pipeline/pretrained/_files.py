@@ -42,7 +42,7 @@ class CheckpointFolder:
         if index.is_file():
             return dict(json.loads(index.read_text())["weight_map"])
         if whole.is_file():
-            with library("safetensors").safe_open(whole, framework="pt") as file:
+            with self._open(WEIGHTS) as file:
                 return dict.fromkeys(file.keys(), WEIGHTS)
         raise PipelineError(
             f"a checkpoint must have {WEIGHTS}, or several such files and {INDEX}",
@@ -53,13 +53,23 @@ class CheckpointFolder:
     @contextmanager
     def tensors(self, names: Iterable[str]) -> Iterator[dict[str, Any]]:
         """Tensors that are read when they are indexed (``[...]``), and no others. Only their files are opened."""
-        safe_open = library("safetensors").safe_open
         with ExitStack() as stack:
             opened: dict[str, Any] = {}
             found = {}
             for name in names:
                 file = self.file_of[name]
                 if file not in opened:
-                    opened[file] = stack.enter_context(safe_open(self.path / file, framework="pt"))
+                    opened[file] = stack.enter_context(self._open(file))
                 found[name] = opened[file].get_slice(name)
             yield found
+
+    def _open(self, file: str) -> Any:
+        safetensors = library("safetensors")
+        try:
+            return safetensors.safe_open(self.path / file, framework="pt")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise PipelineError(
+                "a file of the checkpoint cannot be read",
+                got=f"{file}: {type(error).__name__}: {error}",
+                fix="copy or download the checkpoint again",
+            ) from error

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sternway.errors import PipelineError
 from sternway.pipeline._pipeline import Pipeline
 from sternway.pipeline.pretrained._empty import empty_model
 from sternway.pipeline.pretrained._files import CheckpointFolder
+from sternway.pipeline.pretrained._prepare import prepared
 from sternway.pipeline.pretrained._read import read_tensors
 
 
@@ -53,26 +53,16 @@ def from_pretrained(
     """
     folder = CheckpointFolder(path)
     plain = empty_model(folder, model_class, dtype).train()
-    names = {id(tensor): name for name, tensor in plain.state_dict(keep_vars=True).items()}
-    model = plain if prepare is None else prepare(plain)
-    PipelineError.unless(isinstance(model, nn.Module), "prepare must return the model", model, "return it")
-    in_file = {
-        name: names.get(id(tensor)) for name, tensor in model.state_dict(keep_vars=True).items()
-    }  # prepare may have put the model into another one
+    if prepare is None:
+        model, known = plain, {name: name for name in plain.state_dict()}
+    else:
+        model, known = prepared(plain, prepare)
+        plain = empty_model(folder, model_class, dtype)
 
-    def weights(wanted: Sequence[str]) -> dict[str, Tensor]:
-        unknown = [name for name in wanted if in_file[name] is None]
-        if unknown:
-            raise PipelineError(
-                "prepare cannot add parameters that are computed from weights, which are not there yet",
-                got=unknown[0],
-                fix="load the whole model with transformers, change it, and pass it to Pipeline",
-            )
-        keys = {name: key for name in wanted if (key := in_file[name]) is not None}
-        found = read_tensors(folder, empty, list(keys.values()))
-        return {name: found[key] for name, key in keys.items()}
+    def weights(names: Sequence[str]) -> dict[str, Tensor]:
+        found = read_tensors(folder, plain, [known[name] for name in names])
+        return {name: found[known[name]] for name in names}
 
-    empty = empty_model(folder, model_class, dtype)
     pipe = Pipeline(model, sample=sample, weights=weights, device=device, **options)
     pipe._source = folder.path
     return pipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from sternway._torch.tensors import storage_id
 from sternway.errors import PipelineError
 from sternway.pipeline.pretrained._files import INDEX, WEIGHTS
 from sternway.pipeline.pretrained._libraries import library
@@ -48,42 +50,45 @@ def save_model(
     if hasattr(model, "peft_config"):
         _save_adapters(folder, crew, model, dict(state))
         return
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    own = {name: tensor for name, tensor in state.items() if name not in tied}
     crew.from_first(lambda: _clean(folder))
-    part = folder / _PARTS / str(crew.rank)
-    crew.agree(lambda: _write_part(part, model, own))
-    crew.from_first(lambda: _join(folder, crew.size, source))
+    crew.agree(lambda: _write_part(folder / _PARTS / f"{crew.rank:05}.safetensors", model, state))
+    crew.from_first(lambda: _join(folder, model, source))
 
 
 def _clean(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / _PARTS, ignore_errors=True)
+    (folder / _PARTS).mkdir(parents=True)
 
 
-def _write_part(part: Path, model: Any, own: dict[str, Tensor]) -> None:
+def _write_part(file: Path, model: Any, state: Mapping[str, Tensor]) -> None:
     """This process's tensors, with the names and shapes that checkpoints of this model have."""
-    part.mkdir(parents=True)
-    if own:
-        model.save_pretrained(part, state_dict=own)
-    else:  # a stage without parameters
-        model.config.save_pretrained(part)
+    left_out = {*(getattr(model, "all_tied_weights_keys", None) or ()), *(model._keys_to_ignore_on_save or ())}
+    own = {name: tensor.detach() for name, tensor in state.items() if name not in left_out}
+    converted = library("transformers.core_model_loading").revert_weight_conversion(model, own)
+    if converted:
+        seen: set[int] = set()
+        for name, tensor in converted.items():
+            whole = tensor.cpu().contiguous()
+            converted[name] = whole.clone() if storage_id(whole) in seen else whole  # safetensors has no aliases
+            seen.add(storage_id(converted[name]))
+        library("safetensors.torch").save_file(converted, file, metadata={"format": "pt"})
 
 
-def _join(folder: Path, size: int, source: Path | None) -> None:
+def _join(folder: Path, model: Any, source: Path | None) -> None:
     """Make one checkpoint of all parts; the index comes last."""
-    parts = [folder / _PARTS / str(rank) for rank in range(size)]
-    files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
     for old in folder.glob(_SHARDS):
         old.unlink()
     if source is not None and source.resolve() != folder.resolve():
         for pattern in _BESIDE:
             for file in source.glob(pattern):
-                if not (parts[0] / file.name).exists() and not file.name.endswith(".index.json"):
+                if not file.name.endswith(".index.json"):
                     shutil.copyfile(file, folder / file.name)
-    for file in parts[0].iterdir():
-        if not file.match(_SHARDS):
-            file.replace(folder / file.name)
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__], str(model.dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+    files = sorted((folder / _PARTS).iterdir())
     if len(files) == 1:
         files[0].replace(folder / WEIGHTS)
     else:
