@@ -312,9 +312,7 @@ def test_a_function_of_autograd_in_glue() -> None:
 def test_stages_that_begin_in_place() -> None:
     stages = {0: nn.Linear(DIM, DIM), 1: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(DIM, DIM))}
     reference = copy.deepcopy(nn.Sequential(*stages.values()))
-    pipe = Pipeline(
-        stages, schedule="zb-h1", n_microbatches=2, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport()
-    )
+    pipe = Pipeline(stages, schedule="zb-h1", n_microbatches=2, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport())
     for _ in range(2):
         pipe.step(X, target=X)
         F.mse_loss(reference(X), X).backward()

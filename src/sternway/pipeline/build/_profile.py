@@ -36,7 +36,7 @@ class Profile:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         >>> found = profile(model, torch.randn(4, 8), repeats=1)
         >>> len(found.F), found.names
-        (3, ('0', '1', '2'))
+        (2, ('0', '2'))
 
     Attributes:
         names: the stages, by the modules that they begin with.

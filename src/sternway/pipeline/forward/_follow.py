@@ -115,14 +115,14 @@ class Follower(TorchFunctionMode):
         """A block that runs without this mode, as fast as ever."""
         outside = is_innermost(self)  # if not, another mode was entered in the forward, and this one stays under it
         if outside:
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
         self._aside = True
         try:
             yield
         finally:
             self._aside = False
             if outside:
-                self.__enter__()
+                self.__enter__()  # type: ignore[no-untyped-call]  # torch's
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -143,10 +143,11 @@ def intercepted(pieces: Mapping[str, nn.Module], call: PieceCall) -> Iterator[No
         yield
     finally:
         for name, module in pieces.items():
-            if before[name] is None:
+            own = before[name]
+            if own is None:
                 del module.forward
             else:
-                module.forward = before[name]
+                module.forward = own
 
 
 def _stand_in(name: str, forward: Callable[..., Any], call: PieceCall) -> Callable[..., Any]:

@@ -31,19 +31,21 @@ _METHODS = (
 LOOKS = frozenset(f"{name}.get" for name in _ATTRIBUTES.split()) | frozenset(_METHODS.split())
 """Functions that look at a tensor, but not at its values."""
 
-READS = frozenset(
+_READS = (
     "item tolist numpy __bool__ __int__ __float__ __complex__ __index__ __contains__ __array__ __dlpack__ equal "
-    "allclose is_nonzero".split()
+    "allclose is_nonzero"
 )
+READS = frozenset(_READS.split())
 """Functions that bring a tensor's values into Python."""
 
-RANDOM = frozenset(
+_RANDOM = (
     "rand randn randint randperm rand_like randn_like randint_like normal bernoulli multinomial poisson binomial "
     "normal_ uniform_ random_ exponential_ geometric_ cauchy_ log_normal_ bernoulli_ dropout dropout_ dropout1d "
     "dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout native_dropout rrelu rrelu_ "
     "gumbel_softmax fractional_max_pool2d fractional_max_pool3d kaiming_uniform_ kaiming_normal_ xavier_uniform_ "
-    "xavier_normal_ trunc_normal_".split()
+    "xavier_normal_ trunc_normal_"
 )
+RANDOM = frozenset(_RANDOM.split())
 """Functions that draw random numbers, so that two ranks would not get the same."""
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))

@@ -19,7 +19,6 @@ from sternway.pipeline.forward._shield import Shield
 from sternway.pipeline.forward._stage_run import Message, StageRun, StageTask, Trail
 from sternway.pipeline.transport._payload import TensorIndex, pack
 
-
 SHARES = "sternway_shares"
 """The keyword argument of the first stage with a microbatch's shares of the labels; see ``_own_loss.py``."""
 _SHARES_LEAF = -1
@@ -68,7 +67,9 @@ class CutModel:
         """What crosses the cuts: as is known, or else as one forward of this batch shows."""
         if self.crossing is None:
             self._flow = flow = record(self.model, self.pieces, args, kwargs)
-            names = {name: key for key, all_names in names_of_kept(self.model, self.pieces).items() for name in all_names}
+            names = {
+                name: key for key, all_names in names_of_kept(self.model, self.pieces).items() for name in all_names
+            }
             stage_of = flow.stages(self.stage_of_call)
             for name, segments in flow.kept.items():
                 elsewhere = {stage_of[segment] for segment in segments} - self.stages_of[names[name]]

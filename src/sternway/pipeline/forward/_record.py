@@ -58,7 +58,9 @@ class Recorder(Follower):
         self._writes: dict[int, tuple[int, int]] = {}  # storage: the segment that last changed it, and through what
         self._made_inside: dict[int, tuple[Tensor, int]] = {}  # made by a piece, and perhaps not returned
         self._random: set[Key] = set()
-        self._aliases: dict[int, list[Key]] = {}  # of values that a function returned as they are: the keys it gave them
+        self._aliases: dict[
+            int, list[Key]
+        ] = {}  # of values that a function returned as they are: the keys it gave them
 
     # Pieces
 
@@ -201,9 +203,7 @@ class Recorder(Follower):
         if inside is not None and inside[0] is tensor:
             name = self.flow.calls[inside[1] - 1][0]
             for made in (inside[1], self.segment):  # later stages would not find it either
-                self._forbid(
-                    f"{name} makes a value that other code uses, but does not return it", made, None, _OUTPUT
-                )
+                self._forbid(f"{name} makes a value that other code uses, but does not return it", made, None, _OUTPUT)
 
     def _check_alias(self, tensor: Tensor, key: Key) -> None:
         """A value that was changed through another tensor, in a stage that has its own copy of it, is not changed."""

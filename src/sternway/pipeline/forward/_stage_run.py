@@ -4,8 +4,8 @@ The model's own forward runs from its first line. In segments of earlier stages,
 depends on them is not computed: each returns what arrived from the stage before, or an ``Absent``. Then this stage's
 segments run as they are. When the forward calls a piece of a later stage, it is left.
 
-What every call returned is noted in a trail, which goes along with the values. A later stage compares each call with it,
-so that no stage can take another way through the forward than the stages before it.
+What every call returned is noted in a trail, which goes along with the values. A later stage compares each call with
+it, so that no stage can take another way through the forward than the stages before it.
 """
 
 from __future__ import annotations
