@@ -26,7 +26,7 @@ _ATTRIBUTES = (
 _METHODS = (
     "size dim ndimension numel nelement stride storage_offset element_size get_device is_floating_point is_complex "
     "is_signed is_contiguous is_same_size is_inference is_conj is_neg is_shared is_pinned has_names dim_order "
-    "__len__ __hash__ untyped_storage result_type can_cast promote_types is_tensor sym_size sym_stride"
+    "__len__ __hash__ untyped_storage data_ptr result_type can_cast promote_types is_tensor sym_size sym_stride"
 )
 LOOKS = frozenset(f"{name}.get" for name in _ATTRIBUTES.split()) | frozenset(_METHODS.split())
 """Functions that look at a tensor, but not at its values."""

@@ -59,10 +59,10 @@ class Batch:
         whole = 0 in stages and isinstance(stages[0].module, ModelPart)
         of_labels = shares(labels) if whole else [None] * count
         is_uneven = has_loss and uneven(targets)
-        return [
-            Microbatch(*each, targets=targets, uneven=is_uneven)
-            for each in zip(arguments, named, shared, targets, parts, of_labels, strict=True)
-        ]
+        rows = zip(
+            arguments, named, shared, targets, parts, of_labels, [targets] * count, [is_uneven] * count, strict=True
+        )
+        return [Microbatch(*row) for row in rows]
 
 
 def shapes_checksum(microbatches: list[Microbatch], modes: list[bool]) -> int:
