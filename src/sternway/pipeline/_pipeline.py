@@ -48,8 +48,8 @@ class Pipeline:
         stages: this rank's stages as ``{index: module}``, or a whole model, of which each rank keeps its part; what
             other ranks keep is moved to the meta device. See ``docs/models.md``.
         schedule: a ``Schedule``, the name of one, or "auto" to search for the best one, given the costs of ``sample``.
-        loss_fn: ``loss_fn(output, target)`` returns the mean over the rows, or a sum and the count to divide it by; used
-            on the rank of the last stage. For a whole model by default its own loss, ``output.loss``.
+        loss_fn: ``loss_fn(output, target)`` returns the mean over the rows, or a sum and the count to divide it by;
+            used on the rank of the last stage. For a whole model by default its own loss, ``output.loss``.
         n_microbatches: into how many microbatches a batch is cut; a ``Schedule`` knows its own number.
         cuts: for a whole model, the names of the modules at which stages begin, or "balanced".
         sample: for a whole model, one microbatch, to find what crosses the cuts and to measure costs; a tensor, a tuple

@@ -3,6 +3,8 @@ that draw random numbers."""
 
 from __future__ import annotations
 
+import random
+import sys
 import traceback
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,19 @@ _RANDOM = (
 )
 RANDOM = frozenset(_RANDOM.split())
 """Functions that draw random numbers, so that two ranks would not get the same."""
+
+FROM_PYTHON = frozenset(("tensor", "as_tensor"))
+"""Functions that make tensors of what Python or numpy have, which may have drawn random numbers."""
+
+
+def python_random_state() -> tuple[object, ...]:
+    """Changes when Python or numpy draw random numbers."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return (random.getstate(),)
+    kind, keys, *rest = numpy.random.get_state()
+    return random.getstate(), kind, keys.tobytes(), *rest
+
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 

@@ -131,6 +131,7 @@ class ModelPart(nn.Module):
         self._stage = stage
         self._shields = Shield(), Shield()
         self._rule: int | None = None  # how the model's own loss averages, once it is known
+        self.begun: float | None = None  # when the stage's own work of the last forward began
         self.uses_own_loss = False  # whether the model itself computes the loss, in the last stage
         self.weight: Tensor | None = None  # of the last microbatch in the model's own loss, in the last stage
         super().train(cut.model.training)
@@ -184,6 +185,7 @@ class ModelPart(nn.Module):
             shield.clear()
         run = StageRun(task, self._shields[0].give(batch), self._shields[1].give(values), trail)
         result, made, noted = run.run()
+        self.begun = run.begun
         for shield in self._shields:
             shield.check()
         if task.stage == task.last:

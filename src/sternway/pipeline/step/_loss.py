@@ -67,7 +67,7 @@ def _one_number(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise PipelineError(
-            "loss_fn must return one number, or a sum and a count", got=got, fix="reduce it, as by .mean()"
+            "loss_fn must return one number", got=got, fix="reduce it, as by .mean(), or return (sum, count)"
         )
     return loss
 
