@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 ZOO := .venv-zoo
 
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo atlas test quick opsweep zoo check lint format bench clean
 

@@ -22,6 +22,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_dist.py": ("dist",),
     "pipeline/test_lost_rank.py": ("dist",),
     "pipeline/test_messages.py::test_more_than_62_tensors_in_one_message": ("dist",),
+    "pipeline/test_own_loss.py::test_two_processes": ("dist",),
     "pipeline/test_random.py::test_on_two_gloo_ranks": ("dist",),
     "pipeline/test_nonfinite.py::test_three_processes_agree": ("dist",),
     "pipeline/test_soak.py": ("dist", "slow"),

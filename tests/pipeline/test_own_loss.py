@@ -57,9 +57,7 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(DIM, WORDS, bias=False)
         self.head.weight = self.tokens.weight
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
-    ) -> Any:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
         mask = None if attention_mask is None else attention_mask[..., None].to(self.tokens.weight.dtype)
         x = self.tokens(input_ids)
         for block in self.blocks:
@@ -179,6 +177,42 @@ def test_one_microbatch_may_have_any_loss() -> None:
     build(model, microbatches=1).step(**batch)
     reference(**batch).loss.backward()
     assert_same_grads(model, reference, rtol=1e-4, atol=1e-6)
+
+
+def summed(output: Output, labels: Tensor) -> tuple[Tensor, Tensor]:
+    logits = output.logits.flatten(0, 1)
+    return F.cross_entropy(logits, labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_a_loss_function_that_returns_sum_and_count(schedule: str) -> None:
+    torch.manual_seed(0)
+    model = LanguageModel()
+    reference, batch = copy.deepcopy(model), batch_of(7)
+    target = batch.pop("labels")
+    pipe = build(model, loss_fn=summed, schedule=schedule)
+    for _ in range(2):
+        result = pipe.step(**batch, target=target)
+        expected = F.cross_entropy(reference(**batch).logits.flatten(0, 1), target.flatten())
+        expected.backward()
+        torch.testing.assert_close(result.loss, expected.detach())
+        assert_same_grads(model, reference, rtol=1e-4, atol=1e-6)
+
+
+def test_a_mean_over_uneven_targets_is_refused() -> None:
+    batch = batch_of(6)
+    target = batch.pop("labels")
+    pipe = build(LanguageModel(), loss_fn=lambda o, t: F.cross_entropy(o.logits.flatten(0, 1), t.flatten()))
+    with pytest.raises(PipelineError, match=r"not spread evenly.*Fix: return \(sum, count\)"):
+        pipe.step(**batch, target=target)
+
+
+def test_a_count_that_depends_on_the_output_is_refused() -> None:
+    batch = batch_of(6)
+    target = batch.pop("labels")
+    pipe = build(LanguageModel(), loss_fn=lambda o, t: (o.logits.sum(), o.logits.sum()))
+    with pytest.raises(PipelineError, match="must depend on the target alone"):
+        pipe.step(**batch, target=target)
 
 
 def _two_ranks(rank: int) -> None:

@@ -14,8 +14,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from compare import assert_same_grads
-from gloo import on_ranks
-from sternway.errors import PipelineError
 from sternway.pipeline import LocalTransport, Pipeline
 
 DIM = 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -108,6 +109,46 @@ class Noise(Layers):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_random_numbers_in_glue(schedule: str) -> None:
     assert_step_equals_plain(Noise(), schedule=schedule)
+
+
+class PythonNoise(Layers):
+    """A mask that numpy draws, of which both stages must have the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.tensor(numpy.random.rand(DIM) < 0.5)
+        for layer in self.layers:
+            x = layer(x).masked_fill(mask, 0.1)
+        return x
+
+
+def test_random_numbers_of_numpy() -> None:
+    model = PythonNoise()
+    reference = copy.deepcopy(model)
+    pipe = build(model)
+    numpy.random.seed(3)
+    pipe.step(X, target=X)
+    numpy.random.seed(3)
+    F.mse_loss(reference(X), X).backward()
+    assert_same_grads(model, reference, rtol=1e-4, atol=1e-6)
+
+
+class SameTwice(Layers):
+    """One tensor is two arguments."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        base = labels * 2.0
+        for layer in self.layers:
+            x = layer(x) + labels
+        return x - base
+
+
+def test_one_tensor_as_two_arguments() -> None:
+    model = SameTwice()
+    reference = copy.deepcopy(model)
+    pipe = build(model, 2, sample=(X[:2], X[:2]))
+    pipe.step(X, labels=X, target=X)
+    F.mse_loss(reference(X, X), X).backward()
+    assert_same_grads(model, reference, rtol=1e-4, atol=1e-6)
 
 
 class Dropped(Layers):
@@ -312,9 +353,7 @@ def test_a_function_of_autograd_in_glue() -> None:
 def test_stages_that_begin_in_place() -> None:
     stages = {0: nn.Linear(DIM, DIM), 1: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(DIM, DIM))}
     reference = copy.deepcopy(nn.Sequential(*stages.values()))
-    pipe = Pipeline(
-        stages, schedule="zb-h1", n_microbatches=2, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport()
-    )
+    pipe = Pipeline(stages, schedule="zb-h1", n_microbatches=2, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport())
     for _ in range(2):
         pipe.step(X, target=X)
         F.mse_loss(reference(X), X).backward()

@@ -47,12 +47,15 @@ class Pipeline:
         >>> result = pipe.step(batch, target=target)                                  # doctest: +SKIP
 
     Args:
-        stages: this rank's stages as ``{index: module}``, or a whole model, of which each rank keeps its part.
+        stages: this rank's stages as ``{index: module}``, or a whole model, of which each rank keeps its part; what
+            other ranks keep is moved to the meta device. See ``docs/models.md``.
         schedule: a ``Schedule``, the name of one, or "auto" to search for the best one, given the costs of ``sample``.
-        loss_fn: ``loss_fn(output, target)`` returns the mean over the rows; used on the rank of the last stage.
+        loss_fn: ``loss_fn(output, target)`` returns the mean over the rows, or a sum and the count to divide it by;
+            used on the rank of the last stage. For a whole model by default its own loss, ``output.loss``.
         n_microbatches: into how many microbatches a batch is cut; a ``Schedule`` knows its own number.
         cuts: for a whole model, the names of the modules at which stages begin, or "balanced".
-        sample: for a whole model, one microbatch to measure costs with; needed on the first rank only.
+        sample: for a whole model, one microbatch, to find what crosses the cuts and to measure costs; a tensor, a tuple
+            of arguments, or a dict of keyword arguments. Needed on the first rank only.
         sample_target: its target, to measure the loss, too.
         memory_limit: for "auto", how many microbatches' activations a rank may keep; twice the ranks by default.
         ranks: the number of ranks; the transport's by default.
@@ -168,7 +171,7 @@ class Pipeline:
             nonfinite: what to do if the gradients of any rank are not finite: "raise" on all ranks, or "skip", which
                 sets all gradients to None, so that the optimizer does nothing. All ranks wait for each other to find
                 out; ``optimizer_step`` does not.
-            keywords: keyword arguments of the first stage.
+            keywords: keyword arguments of the first stage, such as ``input_ids=…, labels=…``.
 
         Raises:
             PipelineError: on every rank, if the step fails on any. The pipeline is closed then.

@@ -46,7 +46,7 @@ class Layout:
     def cut(self, model: nn.Module, starts: Sequence[int]) -> CutModel:
         """The model in stages that begin at these of the points."""
         points = self.points
-        begins = {points[start] for start in starts}
+        begins = {points[start] for start in starts if start < len(points)}  # a model of one stage may have none
         stage, stage_of_call = -1, {}
         for place, call in enumerate(self.calls):
             stage += place in begins
@@ -60,6 +60,8 @@ class Layout:
         Raises:
             PipelineError: if there are too few points.
         """
+        if parts == 1:
+            return [0]
         if len(costs) < parts <= len(self.calls) and self.flow is not None:
             raise self.flow.obstacles[0].error()
         return balance(costs, parts)
@@ -139,8 +141,8 @@ def split_model(model: nn.Module, cuts: Sequence[str], sample: Any = None) -> li
 def weights(model: nn.Module, layout: Layout) -> list[float]:
     """A rough cost from each point to the next, without running it: parameters, except embedding tables."""
     each = [weight(model.get_submodule(name)) for name, _ in layout.calls]
-    points = layout.points
-    return [sum(each[start:end]) for start, end in zip(points, [*points[1:], len(each)], strict=True)]
+    ends = [*layout.points[1:], len(each)]
+    return [sum(each[start:end]) for start, end in zip(layout.points, ends, strict=False)]
 
 
 def balance(costs: Sequence[float], parts: int) -> list[int]:

@@ -165,8 +165,10 @@ def _agreed_layout(
 
     if not transport.mine:
         return find()
-    found = Outcome(find) if transport.mine == (0,) else Outcome.of(None)
-    return transport.crew().share(found)[0].result()
+    found: Outcome[Layout | None] = Outcome(find) if transport.mine == (0,) else Outcome.of(None)
+    layout = transport.crew().share(found)[0].result()
+    assert layout is not None, "the first rank has found it"
+    return layout
 
 
 @dataclass(frozen=True, slots=True)

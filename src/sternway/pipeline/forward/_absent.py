@@ -41,18 +41,20 @@ class Absent(Tensor):
     def __init__(self, like: Like, device: torch.device) -> None:
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch gives it no types
         return f"Absent(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function_name(func) in LOOKS:
+        if function_name(func) in LOOKS - {"data_ptr"}:
             with without_subclasses():
                 return func(*args, **(kwargs or {}))
         raise not_here(function_name(func))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a static method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise not_here(str(func))
 
 

@@ -65,6 +65,20 @@ class Flow:
     kept: dict[str, set[int]] = field(default_factory=dict)
     obstacles: list[Obstacle] = field(default_factory=list)
 
+    def add(self, other: Flow) -> None:
+        """Add what another forward used, if it called the same pieces."""
+        if other.calls != self.calls:
+            return
+        for key, segments in other.uses.items():
+            self.uses.setdefault(key, set()).update(segments)
+        for leaf, segments in other.batch_used.items():
+            self.batch_used.setdefault(leaf, set()).update(segments)
+        for leaf, segment in other.batch_free.items():
+            self.batch_free[leaf] = min(segment, self.batch_free.get(leaf, segment))
+        for name, segments in other.kept.items():
+            self.kept.setdefault(name, set()).update(segments)
+        self.of_all |= other.of_all
+
     def crossing(self, stage_of_call: Mapping[Call, int]) -> Crossing:
         """What crosses the cuts between stages.
 

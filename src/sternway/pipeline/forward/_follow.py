@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from sternway._torch.modes import is_innermost
 from sternway._torch.tensors import storage_id
 from sternway.pipeline.forward._absent import Absent, tensors_in
-from sternway.pipeline.forward._names import LOOKS, RANDOM, READS, function_name
+from sternway.pipeline.forward._names import FROM_PYTHON, LOOKS, RANDOM, READS, function_name, python_random_state
 
 Key = tuple[int, str, int, int]
 """Names a value: segment, function (empty for the piece), number of that call in the segment, place in the result.
@@ -43,6 +43,7 @@ class Follower(TorchFunctionMode):
     def __init__(self, kept: frozenset[int]) -> None:
         super().__init__()
         self.segment = 0
+        self._python = python_random_state()
         self._aside = False  # inside a piece
         self._kept = kept  # ids of parameters, and of buffers inside pieces
         self._counts: Counter[str] = Counter()
@@ -71,7 +72,8 @@ class Follower(TorchFunctionMode):
         if self._aside or name in LOOKS:
             return func(*args, **kwargs)
         tensors = tensors_in(args, kwargs)
-        if name not in RANDOM and not any(map(self.depends, tensors)):
+        drawn = name in RANDOM or (name in FROM_PYTHON and python_random_state() != self._python)
+        if not drawn and not any(map(self.depends, tensors)):
             return self.free(func, args, kwargs)
         if name in READS:
             return self.read(func, args, kwargs, tensors)
@@ -115,14 +117,14 @@ class Follower(TorchFunctionMode):
         """A block that runs without this mode, as fast as ever."""
         outside = is_innermost(self)  # if not, another mode was entered in the forward, and this one stays under it
         if outside:
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
         self._aside = True
         try:
             yield
         finally:
             self._aside = False
             if outside:
-                self.__enter__()
+                self.__enter__()  # type: ignore[no-untyped-call]  # torch's
 
 
 def _has_storage(tensor: Tensor) -> bool:
@@ -143,10 +145,11 @@ def intercepted(pieces: Mapping[str, nn.Module], call: PieceCall) -> Iterator[No
         yield
     finally:
         for name, module in pieces.items():
-            if before[name] is None:
+            own = before[name]
+            if own is None:
                 del module.forward
             else:
-                module.forward = before[name]
+                module.forward = own
 
 
 def _stand_in(name: str, forward: Callable[..., Any], call: PieceCall) -> Callable[..., Any]:

@@ -19,7 +19,6 @@ from sternway.pipeline.forward._shield import Shield
 from sternway.pipeline.forward._stage_run import Message, StageRun, StageTask, Trail
 from sternway.pipeline.transport._payload import TensorIndex, pack
 
-
 SHARES = "sternway_shares"
 """The keyword argument of the first stage with a microbatch's shares of the labels; see ``_own_loss.py``."""
 _SHARES_LEAF = -1
@@ -68,7 +67,9 @@ class CutModel:
         """What crosses the cuts: as is known, or else as one forward of this batch shows."""
         if self.crossing is None:
             self._flow = flow = record(self.model, self.pieces, args, kwargs)
-            names = {name: key for key, all_names in names_of_kept(self.model, self.pieces).items() for name in all_names}
+            names = {
+                name: key for key, all_names in names_of_kept(self.model, self.pieces).items() for name in all_names
+            }
             stage_of = flow.stages(self.stage_of_call)
             for name, segments in flow.kept.items():
                 elsewhere = {stage_of[segment] for segment in segments} - self.stages_of[names[name]]
@@ -130,6 +131,7 @@ class ModelPart(nn.Module):
         self._stage = stage
         self._shields = Shield(), Shield()
         self._rule: int | None = None  # how the model's own loss averages, once it is known
+        self.begun: float | None = None  # when the stage's own work of the last forward began
         self.uses_own_loss = False  # whether the model itself computes the loss, in the last stage
         self.weight: Tensor | None = None  # of the last microbatch in the model's own loss, in the last stage
         super().train(cut.model.training)
@@ -183,6 +185,7 @@ class ModelPart(nn.Module):
             shield.clear()
         run = StageRun(task, self._shields[0].give(batch), self._shields[1].give(values), trail)
         result, made, noted = run.run()
+        self.begun = run.begun
         for shield in self._shields:
             shield.check()
         if task.stage == task.last:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,22 +15,20 @@ from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import tensors_in
 from sternway.pipeline.forward._flow import Flow, Obstacle
 from sternway.pipeline.forward._follow import PIECE, Follower, Key, intercepted
-from sternway.pipeline.forward._names import RANDOM, function_name, user_line
-from sternway.pipeline.transport._payload import pack
+from sternway.pipeline.forward._names import FROM_PYTHON, RANDOM, function_name, user_line
+from sternway.pipeline.transport._payload import pack, unpack
 
 _OUTPUT = "return what other code needs, or pass the stages yourself, as {index: module}"
 
 
 def record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
-    """Run ``model`` once, and follow its values.
+    """Run ``model`` in its mode, and follow its values; then in the other mode, to know what that one uses besides.
 
     Raises:
         PipelineError: if the forward fails.
     """
-    recorder = Recorder(model, pieces, pack((args, kwargs))[1])
     try:
-        with untouched(model), torch.no_grad(), intercepted(pieces, recorder.call), recorder:
-            result = model(*args, **kwargs)
+        flow = _record(model, pieces, args, kwargs)
     except PipelineError:
         raise
     except Exception as error:
@@ -39,6 +37,24 @@ def record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, .
             got=f"{type(error).__name__}: {error}",
             fix="pass one microbatch: a tensor, a tuple of arguments, or a dict of keyword arguments",
         ) from error
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(not model.training)
+    with suppress(Exception):  # a model may not be made for that mode, or that batch
+        flow.add(_record(model, pieces, args, kwargs))
+    for module, mode in modes:
+        module.training = mode
+    return flow
+
+
+def _record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
+    spec, tensors = pack((args, kwargs))
+    own = [tensor.clone() for tensor in tensors]  # the forward may change them
+    twice = {id(tensor): copy for tensor, copy in zip(tensors, own, strict=True)}
+    tensors = [twice[id(tensor)] for tensor in tensors]
+    args, kwargs = unpack(spec, tensors)
+    recorder = Recorder(model, pieces, tensors)
+    with untouched(model), torch.no_grad(), intercepted(pieces, recorder.call), recorder:
+        result = model(*args, **kwargs)
     recorder.use(tensors_in(result))
     return recorder.flow
 
@@ -51,14 +67,18 @@ class Recorder(Follower):
         super().__init__(frozenset(self._names))
         self.flow = Flow()
         self._pieces = pieces
-        self._batch = {id(tensor): leaf for leaf, tensor in enumerate(batch)}
+        self._batch: dict[int, list[int]] = {}  # one tensor may be several arguments
+        for leaf, tensor in enumerate(batch):
+            self._batch.setdefault(id(tensor), []).append(leaf)
         self._buffers = {id(buffer): name for name, buffer in model.named_buffers() if id(buffer) not in self._names}
         self._numbers: Counter[str] = Counter()
         self._values: dict[int, Tensor] = {}  # all values that have a key, so that no id is used twice
         self._writes: dict[int, tuple[int, int]] = {}  # storage: the segment that last changed it, and through what
         self._made_inside: dict[int, tuple[Tensor, int]] = {}  # made by a piece, and perhaps not returned
         self._random: set[Key] = set()
-        self._aliases: dict[int, list[Key]] = {}  # of values that a function returned as they are: the keys it gave them
+        self._aliases: dict[
+            int, list[Key]
+        ] = {}  # of values that a function returned as they are: the keys it gave them
 
     # Pieces
 
@@ -117,7 +137,7 @@ class Recorder(Follower):
     def free(self, function: Any, args: Any, kwargs: Any) -> Any:
         tensors = tensors_in(args, kwargs)
         for tensor in tensors:
-            if (leaf := self._batch.get(id(tensor))) is not None:
+            for leaf in self._batch.get(id(tensor), ()):
                 self.flow.batch_free.setdefault(leaf, self.segment)
             self._check_inside(tensor)
         before = [version_of(tensor) for tensor in tensors]
@@ -162,7 +182,9 @@ class Recorder(Follower):
             self._writes[storage_id(tensors[place])] = self.segment, id(tensors[place])
             self.name_written(tensors[place])
             self._name(tensors[place], (*key[:3], -1 - place))
-        if all(source is not None and source in self._random for source in sources) and (sources or key[1] in RANDOM):
+        if all(source is not None and source in self._random for source in sources) and (
+            sources or key[1] in RANDOM | FROM_PYTHON
+        ):
             self._random.update(found for tensor in made if (found := self.key_of(tensor)) is not None)
         return result
 
@@ -186,8 +208,9 @@ class Recorder(Follower):
                 for each in (key, *self._aliases.get(id(tensor), ())):
                     self.flow.uses.setdefault(each, set()).add(self.segment)
                 self._check_alias(tensor, key)
-            elif (leaf := self._batch.get(id(tensor))) is not None:
-                self.flow.batch_used.setdefault(leaf, set()).add(self.segment)
+            elif id(tensor) in self._batch:
+                for leaf in self._batch[id(tensor)]:
+                    self.flow.batch_used.setdefault(leaf, set()).add(self.segment)
             elif id(tensor) in self._names:
                 for name in self._names[id(tensor)]:
                     self.flow.kept.setdefault(name, set()).add(self.segment)

@@ -20,7 +20,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class Shield:
-    """Copies those tensors that a stage changes, and notices if it changes another. If not ``learns``, it does nothing."""
+    """Copies those tensors that a stage changes, and notices if it changes another; does nothing unless ``learns``."""
 
     def __init__(self, learns: bool = True) -> None:
         self._learns = learns

@@ -4,12 +4,13 @@ The model's own forward runs from its first line. In segments of earlier stages,
 depends on them is not computed: each returns what arrived from the stage before, or an ``Absent``. Then this stage's
 segments run as they are. When the forward calls a piece of a later stage, it is left.
 
-What every call returned is noted in a trail, which goes along with the values. A later stage compares each call with it,
-so that no stage can take another way through the forward than the stages before it.
+What every call returned is noted in a trail, which goes along with the values. A later stage compares each call with
+it, so that no stage can take another way through the forward than the stages before it.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ class StageRun(Follower):
         self._task, self._batch, self._arrived, self._trail = task, batch, values, trail
         self._past, self._own = trail.segments, [list[Noted]()] if task.stage == 0 else []
         self._is_own = task.stage == 0
+        self.begun = time.perf_counter()  # this stage's own work
         self._place = 0  # of the next call in a past segment
         self._numbers: Counter[str] = Counter()
         self._stale: set[int] = set()  # storages that only an earlier stage has changed
@@ -159,7 +161,7 @@ class StageRun(Follower):
             self._place = 0
             return self._replay((self.segment, PIECE, 0, 0), name, tensors)
         if not self._is_own:
-            self._is_own = True
+            self._is_own, self.begun = True, time.perf_counter()
             if len(self._past) != self.segment:
                 raise self._another_way(name)
         self._own.append([])

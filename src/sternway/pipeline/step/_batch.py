@@ -9,6 +9,7 @@ from sternway._tree import leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import LABELS, shares
 from sternway.pipeline.forward._part import ModelPart
+from sternway.pipeline.step._loss import uneven
 from sternway.pipeline.step._microbatch import ChunkSpec, Microbatch, cut, weights
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.transport._facts import checksum
@@ -57,7 +58,11 @@ class Batch:
         labels = [None] * count if 0 not in stages else [(each or {}).get(LABELS) for each in named]
         whole = 0 in stages and isinstance(stages[0].module, ModelPart)
         of_labels = shares(labels) if whole else [None] * count
-        return [Microbatch(*each) for each in zip(arguments, named, shared, targets, parts, of_labels, strict=True)]
+        is_uneven = has_loss and uneven(targets)
+        rows = zip(
+            arguments, named, shared, targets, parts, of_labels, [targets] * count, [is_uneven] * count, strict=True
+        )
+        return [Microbatch(*row) for row in rows]
 
 
 def shapes_checksum(microbatches: list[Microbatch], modes: list[bool]) -> int:

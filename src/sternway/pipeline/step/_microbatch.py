@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,6 +48,8 @@ class Microbatch:
     target: Any = None
     weight: float = 1.0  # its share of the batch
     shares: Tensor | None = None  # its shares of the labels, for a model's own loss; on the rank of the first stage
+    targets: list[Any] = field(default_factory=list)  # of all microbatches, on the rank of the last stage
+    uneven: bool = False  # whether the targets that count are spread unevenly over the microbatches
 
 
 def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:

@@ -7,7 +7,7 @@ uses it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from sternway import split
-from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import loss_of, no_shares
 from sternway.pipeline.forward._part import SHARES, ModelPart
 from sternway.pipeline.forward._shield import Shield
+from sternway.pipeline.step._loss import LossFn, WeighedLoss
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
 from sternway.pipeline.transport._routes import MAIN
 
-LossFn = Callable[[Any, Any], Tensor]
+__all__ = ["LossFn", "Stage", "WithSkips", "named_parameters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,7 @@ class Stage:
         self.outputs: dict[int, Any] = {}
         self._graphs: dict[int, _Graph] = {}
         self._pendings: dict[int, split.Pending] = {}
+        self._weighed = WeighedLoss()
 
     def forward(
         self, number: int, microbatch: Microbatch, received: dict[str, Payload], keep_output: bool
@@ -121,15 +122,9 @@ class Stage:
             if weight is None and torch.is_grad_enabled():
                 raise no_shares()
             return None if weight is None else (loss_of(output) * weight).to(loss_of(output).dtype)
-        if self.loss_fn is None:
+        if self.loss_fn is None or microbatch.target is None:
             return None
-        if microbatch.target is None:
-            return None
-        loss = self.loss_fn(output, microbatch.target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise PipelineError("loss_fn must return one number", got=got, fix="reduce it, as by .mean()")
-        return loss * microbatch.weight
+        return self._weighed(self.loss_fn, output, microbatch)
 
     def backward_input(self, number: int, grads: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         """I: returns the gradients of what was received, by channel. What W needs is kept."""
@@ -173,6 +168,7 @@ class Stage:
         for held in (self.losses, self.outputs, self._graphs, self._pendings):
             held.clear()
         self._shield.clear()
+        self._weighed.clear()
 
 
 def _whole(found: dict[str, list[Tensor | None]], like: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
