@@ -16,15 +16,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import flop_registry
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from flops import flops
 from models import convnet, gpt, llama
 
 from sternway.demo import ThreeWays
@@ -132,31 +130,8 @@ def recomputes(stage: ThreeWays, counted: Counted) -> str:
     return "/".join(counts)
 
 
-class _Flops(TorchDispatchMode):
-    """Floating-point operations, by torch's own formulas; torch's counter does not know the in-place products."""
-
-    in_place: ClassVar = {torch.ops.aten.addmm_: torch.ops.aten.addmm, torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        packet = self.in_place.get(function._overloadpacket, function._overloadpacket)
-        if formula := flop_registry.get(packet):
-            self.total += formula(*args, **(kwargs or {}), out_val=out)
-        return out
-
-
 def deferred_flops(stage: ThreeWays) -> float:
     """What W computes, over what the fused backward computes for the weights."""
-
-    def flops(function: Callable[[], Any]) -> int:
-        with _Flops() as counter:
-            function()
-        return counter.total
-
     x, y = stage.forward()
     whole = flops(lambda: y.backward(stage.grad))
     x, y = stage.forward()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from models import gpt
+from shapes import BRANCHES, Derived, Frozen, inputs
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from compare import assert_split_equals_backward, names
+from compare import assert_same_grads, assert_split_equals_backward, names, twin
 from sternway import split
+from sternway._torch.saved_hooks import can_share_recomputation, recomputation
 from sternway.errors import SplitError
 
 
@@ -96,6 +99,76 @@ def test_a_convolution_under_a_checkpoint() -> None:
         atol=1e-5,
     )
     assert {"0.weight", "3.weight"} <= names(model, pending.deferred)
+
+
+@pytest.mark.parametrize("first_stage", [False, True], ids=["middle", "first"])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("make", [Derived, Frozen, *BRANCHES.values()])
+def test_weights_derived_from_others_wait(make: Callable[[], nn.Module], options: str, first_stage: bool) -> None:
+    """W goes through what the region recomputed in I; it is recomputed once, as in a plain backward."""
+    model, (x, ids) = make(), inputs(needs=not first_stage)
+    runs = 0
+
+    def region(model: nn.Module, x: Tensor, ids: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return model(x, ids)
+
+    def call(model: nn.Module, x: Tensor, ids: Tensor) -> Tensor:
+        return checkpoint(region, model, x, ids, use_reentrant=False, **OPTIONS[options])
+
+    pending = assert_split_equals_backward(model, x, ids, call=call, rtol=1e-4, atol=1e-5)
+    assert runs == 8  # two rounds, ours and the reference, forward and recomputation
+    plain = split.backward_input(model(x, ids), torch.ones_like(model(x, ids)), x)[1]
+    assert names(model, pending.deferred) == names(model, plain.deferred)
+    assert pending.deferred
+
+
+def test_a_derived_weight_under_nested_checkpoints() -> None:
+    model, (x, ids) = Derived(), inputs()
+
+    def call(model: nn.Module, x: Tensor, ids: Tensor) -> Tensor:
+        def outer(x: Tensor) -> Tensor:
+            return checkpoint(model, x.sin(), ids, use_reentrant=False).cos()
+
+        return checkpoint(outer, x, use_reentrant=False)
+
+    pending = assert_split_equals_backward(model, x, ids, call=call, rtol=1e-4, atol=1e-5)
+    assert len(pending.deferred) == len(list(model.parameters()))
+
+
+def test_two_pendings_of_checkpointed_regions_run_in_any_order() -> None:
+    model, batches = Derived(), [inputs(), inputs()]
+    reference = twin(model)[0]
+    pendings = []
+    for x, ids in batches:
+        reference(x, ids).square().sum().backward()
+        loss = checkpoint(model, x, ids, use_reentrant=False).square().sum()
+        pendings.append(split.backward_input(loss, None, x)[1])
+    for pending in pendings:
+        pending.run()
+    assert_same_grads(model, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(not can_share_recomputation(), reason="this torch has no GraphExecGroup")
+def test_a_group_of_the_users_own() -> None:
+    """torch has one group at a time; W sets its own, and puts theirs back."""
+    model, (x, ids) = Derived(), inputs()
+    reference, their_x = twin(model, x)
+    reference(their_x, ids).sum().backward()
+    theirs = recomputation()  # torch.utils.checkpoint.GraphExecGroup()
+    with theirs:
+        _, pending = split.backward_input(checkpoint(model, x, ids, use_reentrant=False).sum(), None, x)
+        pending.run()
+    with recomputation() as another:
+        _, pending = split.backward_input(checkpoint(model, x, ids, use_reentrant=False).sum(), None, x)
+    with theirs:
+        pending.run()
+        assert recomputation() is theirs
+    assert recomputation() not in (theirs, another)
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad / 2
+    assert_same_grads(model, reference, rtol=1e-4, atol=1e-5)
 
 
 def test_reentrant_is_refused_before_anything_is_computed() -> None:

@@ -31,6 +31,7 @@ def _op(shapes: list[tuple[int, ...]], x: tuple[int, ...], call: Callable[..., T
 
 
 ENDS = torch.tensor([2, 5, 8], dtype=torch.int32)  # of three groups of rows
+FROZEN = nn.Parameter(torch.ones(2, 3), requires_grad=False)
 OPERATIONS = {
     "linear": (lambda: nn.Linear(4, 3), (5, 4), None),
     "linear 3-D": (lambda: nn.Linear(4, 3), (2, 5, 4), None),
@@ -79,6 +80,7 @@ WEIGHTS = {
     "scaled": _op([(4, 3)], (5, 4), lambda m, x: x @ (m.a * 0.5).tanh()),
     "masked": _op([(4, 3)], (5, 4), lambda m, x: x @ (m.a * torch.eye(4)[:, :3])),
     "low rank": _op([(4, 3), (4, 2), (2, 3)], (5, 4), lambda m, x: x @ (m.a + m.b @ m.c)),
+    "low rank, one side frozen": _op([(4, 3), (4, 2)], (5, 4), lambda m, x: x @ (m.a + m.b @ FROZEN)),
     "convolution kernel, scaled": _op([(4, 3, 3, 3)], (2, 3, 6, 6), lambda m, x: F.conv2d(x, m.a / m.a.norm())),
 }
 

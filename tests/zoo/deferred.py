@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
-from typing import Any
 
 import torch
+from flops import flops
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from sternway import graph, split
-from sternway._torch.saved_hooks import intercept
 
 Step = Callable[[], tuple[Tensor, Sequence[Tensor]]]
 """Runs a forward; gives its output and the inputs whose gradients are wanted."""
@@ -66,52 +63,3 @@ def measure(step: Step) -> Deferral:
     i = flops(lambda: pending.append(split.backward_input(output, grad, inputs)[1]))
     held_after_i = pending[0].nbytes
     return Deferral(plain, alone, i, flops(pending[0].run), held_after_f, held_after_i)
-
-
-def flops(run: Callable[[], object]) -> int:
-    """The floating-point operations of matrix products and convolutions in ``run``.
-
-    torch's own counter puts hooks on modules, which a checkpoint that recomputes them does not stand.
-    """
-    total = 0
-
-    def count(operator: Any, args: Any, kwargs: Any) -> Any:
-        nonlocal total
-        result = operator(*args, **kwargs)
-        formula = _FORMULAS.get(operator._overloadpacket)
-        if formula is not None:
-            total += formula(*args, **kwargs, out_val=result)
-        return result
-
-    with intercept(count):
-        run()
-    return total
-
-
-def _grouped_mm(left: Any, right: Any, *_: Any, **__: Any) -> int:
-    stacks = left[0] if len(left) == len(right) == 3 else 1  # otherwise the groups divide a dimension of a matrix
-    return 2 * stacks * prod(left[-2:]) * right[-1]
-
-
-def _trilinear(first: Any, second: Any, third: Any, *_: Any, **__: Any) -> int:
-    return 2 * prod(max(sizes) for sizes in zip(*_expanded(first, second, third, _[:3]), strict=True))
-
-
-def _expanded(*arguments: Any) -> list[list[int]]:
-    *shapes, expands = arguments
-    found = []
-    for shape, expand in zip(shapes, expands, strict=True):
-        sizes = list(shape)
-        for dim in expand:
-            sizes.insert(dim, 1)
-        found.append(sizes)
-    return found
-
-
-_FORMULAS = {  # torch's, and those that it lacks
-    **flop_registry,
-    torch.ops.aten.addmm_: flop_registry[torch.ops.aten.addmm],
-    torch.ops.aten.baddbmm_: flop_registry[torch.ops.aten.baddbmm],
-    torch.ops.aten._grouped_mm: shape_wrapper(_grouped_mm),
-    torch.ops.aten._trilinear: shape_wrapper(_trilinear),
-}

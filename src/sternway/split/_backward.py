@@ -23,7 +23,7 @@ from sternway.errors import SplitError
 from sternway.split._deferred import Deferred
 from sternway.split._part import Edge
 from sternway.split._pending import Pending
-from sternway.split._plan import make_plan
+from sternway.split._planner import make_plan
 from sternway.split._unseen import UNSEEN
 from sternway.split._unsupported import refuse_resharded, spend
 from sternway.split.compiled._offer import Offer, making

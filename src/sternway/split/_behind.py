@@ -82,7 +82,9 @@ def _takes_data(node: Node, edges: Sequence[Edge]) -> bool:
     if operands is None:
         return False
     biases = [operand.position for operand in operands.biases]
-    return len(edges) == 1 or any(child is None and at not in biases for at, (child, _) in enumerate(edges))
+    if len(edges) > 1 and all(child is not None or at in biases for at, (child, _) in enumerate(edges)):
+        return False
+    return any(not _is_parameter(tensor) for tensor in _tensors_of(node))  # it saved the other side, maybe a frozen one
 
 
 def meets(edge: Edge, *places: Container[Node]) -> bool:
@@ -105,9 +107,12 @@ def nodes_behind(edges: Sequence[Edge]) -> Iterator[Node]:
 def held_behind(parts: Sequence[Part]) -> Iterator[Tensor]:
     """The tensors that the graph behind some parts holds, until W has gone through it; no parameters."""
     for node in nodes_behind([part.edge for part in parts if part.leaf is None]):
-        for held in held_by(node):
-            tensors = held.tensors() if isinstance(held, Packed) else tensors_in(held)
-            yield from (tensor for tensor in tensors if not _is_parameter(tensor))
+        yield from (tensor for tensor in _tensors_of(node) if not _is_parameter(tensor))
+
+
+def _tensors_of(node: Node) -> Iterator[Tensor]:
+    for held in held_by(node):
+        yield from held.tensors() if isinstance(held, Packed) else tensors_in(held)
 
 
 def _is_parameter(tensor: Tensor) -> bool:

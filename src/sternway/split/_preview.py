@@ -7,7 +7,7 @@ from typing import Any
 
 from sternway.split._backward import edges_of
 from sternway.split._part import Node
-from sternway.split._plan import make_plan
+from sternway.split._planner import make_plan
 
 
 @dataclass(frozen=True, slots=True)

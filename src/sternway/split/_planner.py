@@ -1,0 +1,265 @@
+"""Which gradients can wait: one walk over the autograd graph, before anything is computed.
+
+        outputs
+           │
+        [1] gelu                  the spine: every node that gradient must pass on its way down
+           │
+        [2] addmm ──── t ──▶ W    a cut: a spine node with a weight on one side. I does not follow the edge to the
+           │    └──────────▶ b    weight; a rule computes that side in W
+        [3] norm ─────────▶ w     no rule: computed in I with the norm itself; w is ready, W only accumulates it
+           │
+        inputs
+
+The spine is what the walk reaches from the outputs without crossing a deferred edge. It ends at the inputs and at ready
+weights. Stage 0 of a pipeline has no input that needs a gradient; its spine ends at its lowest cuts.
+
+An edge can be deferred if its operand has a rule and only parameters lie behind it. In stage 0 that is true of
+activations too, so what is behind decides: something made of parameters alone (``W + A @ B``) is a weight; something
+that data goes into, by a product or a lookup, is an activation.
+
+What leads to no input, though an input is there, is W's work whole: ``_branches.py`` finds it after the walk.
+
+A compiled graph is one *opaque* node, which knows itself which of the leaves behind it can wait. The plan lists it, and
+keeps those leaves off the spine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch.autograd.function import BackwardCFunction
+
+from sternway._torch import require
+from sternway._torch.autograd import gradient_slots
+from sternway._torch.compile import COMPILED_NODE
+from sternway._torch.nodes import ACCUMULATE_GRAD
+from sternway._torch.parallel import in_process_group
+from sternway._torch.saved_hooks import can_share_recomputation
+from sternway.split._behind import Behind, meets
+from sternway.split._branches import find_branches
+from sternway.split._part import Cut, Edge, Node, Packing, Part, packing
+from sternway.split._plan import OpaqueNode, SplitPlan, direct_target
+from sternway.split._rules import RULES, Operand, Operands
+from sternway.split._unseen import UNSEEN
+from sternway.split._unsupported import UNSUPPORTED, refuse_spent
+
+
+def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> SplitPlan:
+    """Plan the split of the graph between ``roots`` and ``inputs``."""
+    require("split")
+    if in_process_group():
+        require("split.parallel")
+    UNSEEN.look()
+    planner = _Planner(inputs)
+    starts = list(roots)
+    planner.reached.update(inputs.intersection(starts))
+    planner.walk([node for node, index in starts if (node, index) not in inputs])
+    planner.set_aside(starts)
+    planner.settle()
+    triggers = planner.triggers()
+    cuts, reached = [cut for cut in planner.cuts if cut.parts], planner.reached
+    places = [edge for edge in inputs if edge in reached]
+    branches = list(planner.branches.values())
+    return SplitPlan(cuts, planner.ready, places, planner.opaque, branches, planner.recomputes, triggers)
+
+
+class _Planner:
+    def __init__(self, inputs: set[Edge]) -> None:
+        self.inputs = inputs
+        self.input_nodes = {node for node, _ in inputs}
+        self.stops = set(inputs)  # and where branches begin
+        self.stop_nodes = set(self.input_nodes)
+        self.behind = Behind(inputs)
+        self.kinds: dict[type, Operands | None] = {}  # by node type: its name is made anew each time it is asked for
+        self.spine: dict[Node, Sequence[Edge]] = {}  # with the edges that I follows
+        self.has_ends = False  # nodes on the spine with nothing but leaves below them: a branch ends in one
+        self.reached: set[Edge] = set()
+        self.ready: list[Node] = []
+        self.cuts: list[Cut] = []
+        self.branches: dict[Edge, Part] = {}
+        self.asked: set[Node] = set()  # where branches begin
+        self.recomputes = False
+        self.opaque: list[OpaqueNode] = []
+        self.opaque_kinds: set[type] = set()
+
+    def set_aside(self, roots: Sequence[Edge]) -> None:
+        """Take the branches that lead to no input off the spine."""
+        if not self.reached or not self.has_ends:
+            return
+        found = find_branches(self.spine, roots, self.inputs, self.cuts)
+        if found is None:
+            return
+        for edge in found.heavy:
+            if UNSEEN.beyond(edge[0]) and self.can_pass(edge):  # hooks on what it made would run in I and in W
+                self.add_branch(edge)
+        self.spine = {node: edges for node, edges in self.spine.items() if node in found.leading}
+        self.cuts = [cut for cut in self.cuts if cut.node in found.leading]
+        self.opaque = [opaque for opaque in self.opaque if opaque.node in found.leading]
+        self.ready = []
+        self.walk([edge[0] for edge in (*found.heavy, *found.light) if edge not in self.branches])
+
+    def add_branch(self, edge: Edge) -> None:
+        self.branches[edge] = Part(edge, None)
+        self.asked.add(edge[0])
+        self.stops.add(edge)
+        self.stop_nodes.add(edge[0])
+
+    def joins_branch(self, edge: Edge) -> bool:
+        """Whether a branch begins at the node below ``edge``; then it begins at this edge too."""
+        if edge[0] not in self.asked:
+            return False
+        self.add_branch(edge)
+        return True
+
+    def settle(self) -> None:
+        """Put what was deferred back on the spine where I reaches what lies behind it in another way.
+
+        A node runs once, and the engine computes every path to a place whose gradient it is asked for. So such an edge
+        cannot be deferred. Walking it extends the spine, which may reach what lies behind other edges.
+        """
+        while True:
+            spine, asked = self.spine, self.asked
+            clashes = [
+                (cut, part)
+                for cut in self.cuts
+                for part in cut.parts
+                if (part.leaf in spine if part.leaf is not None else meets(part.edge, spine, asked))
+            ]
+            back = {node for node in asked if self.is_reached(node)}
+            if not clashes and not back:
+                return
+            for cut, part in clashes:
+                cut.parts.remove(part)
+                cut.runs_in_i = True
+            self.asked -= back
+            self.stops -= {edge for edge in self.branches if edge[0] in back}
+            self.branches = {edge: part for edge, part in self.branches.items() if edge[0] not in back}
+            self.walk([part.edge[0] for _, part in clashes] + list(back))
+
+    def is_reached(self, node: Node) -> bool:
+        """Whether I reaches a node where a branch begins, or what lies behind it, in another way."""
+        below = [edge for edge in node.next_functions if edge[0] is not None]
+        return node in self.spine or any(meets(edge, self.spine, self.asked) for edge in below)
+
+    def triggers(self) -> list[Node]:
+        """For each compiled graph with nothing but leaves below it, one of the leaves that nothing defers."""
+        found = []
+        for opaque in self.opaque:
+            if len([1 for child, _ in opaque.node.next_functions if child is not None]) == len(opaque.positions):
+                parts = [*self.branches.values(), *(part for cut in self.cuts for part in cut.parts)]
+                late = {leaf for part in parts for leaf in part.leaves()}
+                free = [leaf for leaf in opaque.leaves if leaf not in late]
+                if not free:
+                    self.walk([opaque.leaves[0]])
+                    self.settle()
+                found += free[:1]
+        return found
+
+    def walk(self, stack: list[Node]) -> None:
+        """Extend the spine from ``stack`` downwards."""
+        spine, stops, stop_nodes, kinds = self.spine, self.stops, self.stop_nodes, self.kinds
+        while stack:
+            node = stack.pop()
+            if node in spine:
+                continue
+            kind = type(node)
+            if kind is ACCUMULATE_GRAD:
+                spine[node] = ()
+                self.ready.append(node)
+                continue
+            edges: Sequence[Edge] = node.next_functions
+            operands = kinds[kind] if kind in kinds else self.look_up(kind, node)
+            if operands is not None:
+                edges = self.cut(node, edges, operands)
+            elif kind in self.opaque_kinds:
+                edges = self.past_leaves(node, edges)
+            spine[node] = edges
+            is_end = True
+            for edge in edges:
+                child = edge[0]
+                if child is None:
+                    continue
+                if child in stop_nodes and (edge in stops or self.joins_branch(edge)):
+                    self.reached.add(edge)
+                    is_end = False
+                elif type(child) is not ACCUMULATE_GRAD:
+                    stack.append(child)
+                    is_end = False
+                elif child not in spine:
+                    spine[child] = ()
+                    self.ready.append(child)
+            if is_end:
+                self.has_ends = True
+
+    def look_up(self, kind: type, node: Node) -> Operands | None:
+        """The rules for a kind of node, if any; raises SplitError for one that cannot be split."""
+        name = kind.__name__
+        if name == COMPILED_NODE:
+            self.opaque_kinds.add(kind)
+        if name in UNSUPPORTED:
+            UNSUPPORTED[name](node)
+        elif not issubclass(kind, BackwardCFunction):
+            self.kinds[kind] = RULES.get(name)
+        elif len(gradient_slots(node)) != 1:
+            return None  # a rule is for nodes with one output, and each of a custom Function's may have another number
+        return RULES.get(name)
+
+    def past_leaves(self, node: Node, edges: Sequence[Edge]) -> list[Edge]:
+        """The edges of a compiled graph that I follows: not those to leaves that are no inputs, which it sees to."""
+        inputs = self.inputs
+        positions = [i for i, edge in enumerate(edges) if type(edge[0]) is ACCUMULATE_GRAD and edge not in inputs]
+        if positions:
+            self.opaque.append(OpaqueNode(node, positions))
+        return [edge for edge in edges if type(edge[0]) is not ACCUMULATE_GRAD or edge in inputs]
+
+    def cut(self, node: Node, edges: Sequence[Edge], operands: Operands) -> Sequence[Edge]:
+        """Make the node a cut, if some of its operands can be deferred; the edges that I follows."""
+        packed = packing(node)
+        if packed is Packing.FOREIGN or UNSEEN.on_node(node):  # hooks on it expect the gradients of all operands
+            return edges
+        parts = (
+            self.chains_of(operands.weights, edges)
+            or self.chains_of(operands.lefts, edges)
+            or self.first_from_parameters(operands.weights + operands.lefts, edges)
+        )
+        if not parts:
+            return edges
+        parts += self.chains_of(operands.biases, edges)
+        deferred = [part.position for part in parts]
+        followed = [edge for place, edge in enumerate(edges) if edge[0] is not None and place not in deferred]
+        if packed is Packing.CHECKPOINT and not followed:
+            if not can_share_recomputation():
+                return edges  # what a checkpoint recomputes can be read only when the node runs
+            self.recomputes = True
+        if not followed:
+            refuse_spent(node)
+        self.cuts.append(Cut(node, parts, packed, runs_in_i=bool(followed)))
+        return followed
+
+    def chains_of(self, operands: tuple[Operand, ...], edges: Sequence[Edge]) -> list[Part]:
+        """The operands that are plain chains from parameters."""
+        parts = []
+        for operand in operands:
+            if operand.position < len(edges) and (edge := edges[operand.position])[0] is not None:
+                leaf, transposed = direct_target(edge, self.input_nodes)
+                if leaf is not None or (self.behind.is_chain(edge) and self.can_pass(edge)):
+                    parts.append(Part(edge, leaf, transposed, operand.position, operand.function))
+        return parts
+
+    def first_from_parameters(self, operands: tuple[Operand, ...], edges: Sequence[Edge]) -> list[Part]:
+        """The first operand that depends on no input, such as ``W + A @ B``; without inputs, on no data."""
+        for operand in operands:
+            edge = edges[operand.position] if operand.position < len(edges) else (None, 0)
+            if edge[0] is None or (self.behind.leads_to_input(edge) if self.inputs else self.behind.has_data(edge)):
+                continue
+            if self.can_pass(edge):
+                return [Part(edge, None, False, operand.position, operand.function)]
+        return []
+
+    def can_pass(self, edge: Edge) -> bool:
+        """Whether W can go through what lies behind ``edge``."""
+        if self.behind.is_recomputed(edge):
+            if not can_share_recomputation():
+                return False  # a checkpoint would recompute once more
+            self.recomputes = True
+        return True
