@@ -22,7 +22,7 @@ ROWS, LENGTH, MICROBATCHES = 8, 32, 4
 
 
 def make_base(path: Path) -> None:
-    """A Llama with random weights, and a tokenizer that knows bytes."""
+    """A Llama with random weights, for text in bytes."""
     config = transformers.LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=LENGTH, bos_token_id=0, eos_token_id=1, pad_token_id=0,

@@ -46,6 +46,10 @@ COSTS: dict[str, tuple[str, ...]] = {
     "split/test_random_graphs.py": ("slow",),
     "upstream/test_sweep.py": ("slow",),
     "test_readme.py::test_code_runs_as_pasted": ("slow",),
+    "zoo/test_zoo_example.py": ("dist", "slow"),
+    "zoo/test_zoo_gloo.py": ("dist", "slow"),
+    "zoo/test_zoo_pipeline.py": ("slow",),
+    "zoo/test_zoo_trainers.py": ("slow",),
 }
 
 

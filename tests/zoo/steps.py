@@ -70,9 +70,7 @@ def assert_close(name: str, ours: Tensor, theirs: Tensor, **tolerance: float) ->
     torch.testing.assert_close(ours, theirs, msg=lambda text: f"{name}: {text}", **tolerance)
 
 
-def assert_pipeline_equals_backward(
-    entry: Entry, model: nn.Module, schedule: str, **tolerance: float
-) -> Pipeline:
+def assert_pipeline_equals_backward(entry: Entry, model: nn.Module, schedule: str, **tolerance: float) -> Pipeline:
     """The whole comparison in one process."""
     reference = copy.deepcopy(model)
     pipe = in_one_process(entry, model, schedule)

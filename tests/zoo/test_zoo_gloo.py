@@ -63,7 +63,9 @@ def load_train_save(rank: int, name: str, folder: Path, adapters: bool) -> None:
     whole = type(entry.make()).from_pretrained(folder / "base")
     reference = lora(whole) if adapters else whole
     assert_steps_equal(pipe, entry, reference.train())
-    optimizers = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (pipe, reference)]
+    optimizers = [
+        torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (pipe, reference)
+    ]
     for optimizer in optimizers:
         optimizer.step()
     pipe.save_pretrained(folder / "tuned")
@@ -111,9 +113,8 @@ def test_adapters_on_a_model_without_weights(tmp_path: Path) -> None:
 
 
 def lose_a_file(rank: int, folder: Path) -> None:
-    with pytest.raises(PipelineError, match="a file of the checkpoint cannot be read|rank 1 failed|rank 1 raised") as found:
+    with pytest.raises(PipelineError, match="a file of the checkpoint cannot be read"):
         from_pretrained(folder, MODELS["llama"])
-    print(rank, found.value)
 
 
 def test_a_missing_file_is_an_error_on_both(tmp_path: Path) -> None:

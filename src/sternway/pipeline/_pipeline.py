@@ -68,8 +68,8 @@ class Pipeline:
         saved: a policy of ``sternway.saved`` for what the stages save in F, or a function from a stage's index to one.
         heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to watch for none.
         reports: the folder for reports about failed steps; see ``docs/survive.md``.
-        weights: for a whole model with its parameters on the meta device: a function that returns tensors by name. It is
-            called once, with the names that this process's stages have. No process has the whole model in memory.
+        weights: for a whole model with its parameters on the meta device: a function that returns tensors by name. It
+            is called once, with the names that this process's stages have. No process has the whole model in memory.
         device: where to put these; the CPU by default.
 
     Attributes:
@@ -141,7 +141,8 @@ class Pipeline:
             chunk, clock_offsets(self.transport, ranks), self.costs.memory_after_I,
         )  # fmt: skip
         self._whole_names = isinstance(stages, nn.Module)
-        self._model, self._source = stages if isinstance(stages, nn.Module) else None, None
+        self._model = stages if isinstance(stages, nn.Module) else None
+        self._source: Path | None = None  # the checkpoint that from_pretrained read
         self._first_copy = mesh is None or mesh.get_local_rank("dp") == 0
         self._everyone = None if mesh is None else mesh.mesh.flatten().tolist()
         self._saves: Checkpoints | None = None

@@ -30,7 +30,7 @@ def parameters_on_meta() -> Iterator[None]:
         vars(empty).update(vars(parameter))
         return empty
 
-    handle = register_module_parameter_registration_hook(to_meta)
+    handle = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]  # it may return one
     try:
         yield
     finally:

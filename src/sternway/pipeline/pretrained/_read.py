@@ -1,8 +1,8 @@
 """Read some tensors of a checkpoint, by the names that the model has for them.
 
 Files may have other names and other shapes than the model: transformers renames, stacks experts, splits and joins
-projections while it loads. That is its own knowledge, so its own loader does it here, on a copy of the model on the meta
-device, with just the tensors that the wanted ones are made of.
+projections while it loads. That is its own knowledge, so its own loader does it here, on a copy of the model on the
+meta device, with just the tensors that the wanted ones are made of.
 """
 
 from __future__ import annotations
