@@ -1,16 +1,18 @@
 # The two commands a newcomer types are `make demo` and `make test`; each sets itself up in .venv.
 #   make test    every test that needs no GPU, on JOBS cores: 10 minutes on two
 #   make quick   those that run in one process and take no compiler or browser: 2 minutes
+#   make zoo     the tests of models of transformers, timm, diffusers and PEFT, in a .venv-zoo of their own
 #   make check   what CI runs: format, lint, types, room order, every test, coverage
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+ZOO := .venv-zoo
 
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo atlas test quick opsweep upstream check lint format bench clean
+.PHONY: setup demo atlas test quick opsweep upstream zoo check lint format bench clean
 
 setup: $(READY)
 
@@ -38,6 +40,14 @@ opsweep: $(READY) # every sample of torch's own operator and module tests; what 
 upstream: $(READY) # PyTorch's own tests on ours: make upstream TORCH_TESTS=<the folder test of a checkout>
 	$(BIN)/python tests/upstream/judge.py $(TORCH_TESTS) --jobs $(JOBS)
 
+zoo: $(ZOO)/.ready
+	$(ZOO)/bin/python -m pytest tests/zoo --numprocesses $(JOBS) --dist worksteal
+
+$(ZOO)/.ready: pyproject.toml constraints.txt
+	test -x $(ZOO)/bin/python || $(PYTHON) -m venv $(ZOO)
+	$(ZOO)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[zoo]'
+	touch $@
+
 format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -62,4 +72,4 @@ bench: $(READY)
 	$(BIN)/python benchmarks/scale/main.py
 
 clean:
-	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

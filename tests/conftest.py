@@ -21,6 +21,8 @@ from costs import SEARCHING, marks
 
 HERE = Path(__file__).parent
 collect_ignore_glob = [] if find_spec("griffe") else ["atlas/*"]  # a GPU machine may have torch and pytest alone
+if not find_spec("timm"):
+    collect_ignore_glob.append("zoo/*")  # make zoo installs what these need
 
 if find_spec("hypothesis"):
     from hypothesis import settings

@@ -27,6 +27,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_no_barrier.py": ("dist",),
     "pipeline/test_numbers.py": ("dist",),
     "pipeline/test_numbers.py::test_compiled_stages": ("dist", "slow"),
+    "pipeline/test_own_loss.py::test_two_processes": ("dist",),
     "pipeline/test_random.py::test_on_two_gloo_ranks": ("dist",),
     "pipeline/test_nonfinite.py::test_three_processes_agree": ("dist",),
     "pipeline/test_soak.py": ("dist", "slow"),
@@ -52,6 +53,10 @@ COSTS: dict[str, tuple[str, ...]] = {
     "upstream/test_judge.py::test_an_explained_one_does_not": ("slow",),
     "upstream/test_sweep.py": ("slow",),
     "test_readme.py::test_code_runs_as_pasted": ("slow",),
+    "zoo/test_zoo_example.py": ("dist", "slow"),
+    "zoo/test_zoo_gloo.py": ("dist", "slow"),
+    "zoo/test_zoo_pipeline.py": ("slow",),
+    "zoo/test_zoo_trainers.py": ("slow",),
 }
 
 

@@ -20,12 +20,14 @@ GRACE = 30.0
 """So many seconds have the other ranks after one has failed."""
 
 
+PRELOADED = ["torch", "torch.distributed.checkpoint", "sternway.pipeline", "hypothesis", "pytest"]
+"""What the warm process imports. Tests that need more append to it before the first process starts."""
+
+
 def processes() -> Any:
     """A context whose processes are forked from a warm one: torch is imported once, not by every process."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch", "torch.distributed.checkpoint", "sternway.pipeline", "hypothesis", "pytest"]
-    )
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -62,6 +62,7 @@ SURFACE = {
     "sternway.viewer": ["render", "write"],
     "sternway.hooks": ["Collected", "Handle", "collect", "on_grads"],
     "sternway.saved": [
+        "Attached",
         "Compress",
         "Hooks",
         "ModuleRow",
@@ -118,6 +119,7 @@ SURFACE = {
         "StepResult",
         "Transport",
         "WithSkips",
+        "from_pretrained",
         "partition",
         "profile",
     ],

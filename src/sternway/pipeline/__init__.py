@@ -11,6 +11,7 @@ from sternway.pipeline._pipeline import Pipeline
 from sternway.pipeline.build._plan import partition
 from sternway.pipeline.build._profile import Profile, profile
 from sternway.pipeline.checkpoint._saving import CheckpointWarning, Resumed, Saving
+from sternway.pipeline.pretrained._load import from_pretrained
 from sternway.pipeline.step._microbatch import Chunk, Presplit, Replicate
 from sternway.pipeline.step._result import StepResult
 from sternway.pipeline.step._scaler import GradScaler
@@ -34,6 +35,7 @@ __all__ = [
     "StepResult",
     "Transport",
     "WithSkips",
+    "from_pretrained",
     "partition",
     "profile",
 ]

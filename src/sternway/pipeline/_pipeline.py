@@ -13,14 +13,16 @@ from torch import Tensor, nn
 from sternway._torch import require
 from sternway.errors import PipelineError
 from sternway.pipeline.build._agree import agreed_plan, describe, make_stages
-from sternway.pipeline.build._checks import check_arguments, checked_skips
+from sternway.pipeline.build._checks import check_arguments, check_weights, checked_skips
 from sternway.pipeline.build._plan import BuildRequest
+from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest
 from sternway.pipeline.checkpoint._saving import Resumed, Saving
 from sternway.pipeline.faults._nonfinite import OnNonfinite, check_nonfinite
 from sternway.pipeline.faults._report import default_folder
+from sternway.pipeline.pretrained._save import save_model
 from sternway.pipeline.step._batch import Batch
-from sternway.pipeline.step._grads import DataParallel, Gradients, all_ties, check_norm, resolve_ties
+from sternway.pipeline.step._grads import DataParallel, Gradients, check_norm, check_ties, resolve_ties
 from sternway.pipeline.step._guard import Guard
 from sternway.pipeline.step._microbatch import Chunk, ChunkSpec
 from sternway.pipeline.step._result import StepResult
@@ -31,7 +33,7 @@ from sternway.pipeline.transport._clock import clock_offsets
 from sternway.pipeline.transport._dist import default_transport
 from sternway.pipeline.transport._place import devices_of
 from sternway.pipeline.transport._routes import Routes
-from sternway.pipeline.transport._transport import Transport
+from sternway.pipeline.transport._transport import Transport, device_of
 from sternway.schedule import Schedule
 
 
@@ -45,12 +47,15 @@ class Pipeline:
         >>> result = pipe.step(batch, target=target)                                  # doctest: +SKIP
 
     Args:
-        stages: this rank's stages as ``{index: module}``, or a whole model, of which each rank keeps its part.
+        stages: this rank's stages as ``{index: module}``, or a whole model, of which each rank keeps its part; what
+            other ranks keep is moved to the meta device. See ``docs/models.md``.
         schedule: a ``Schedule``, the name of one, or "auto" to search for the best one, given the costs of ``sample``.
-        loss_fn: ``loss_fn(output, target)`` returns the mean over the rows; used on the rank of the last stage.
+        loss_fn: ``loss_fn(output, target)`` returns the mean over the rows, or a sum and the count to divide it by;
+            used on the rank of the last stage. For a whole model by default its own loss, ``output.loss``.
         n_microbatches: into how many microbatches a batch is cut; a ``Schedule`` knows its own number.
         cuts: for a whole model, the names of the modules at which stages begin, or "balanced".
-        sample: for a whole model, one microbatch to measure costs with; needed on the first rank only.
+        sample: for a whole model, one microbatch, to find what crosses the cuts and to measure costs; a tensor, a tuple
+            of arguments, or a dict of keyword arguments. Needed on the first rank only.
         sample_target: its target, to measure the loss, too.
         memory_limit: how many microbatches' activations a rank may keep; for "auto", twice the ranks by default.
         ranks: the number of ranks; the transport's by default.
@@ -65,6 +70,9 @@ class Pipeline:
         reduce_dtype: sum the gradients of tied parameters and of copies in this dtype; in their own by default.
         heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to watch for none.
         reports: the folder for reports about failed steps; see ``docs/survive.md``.
+        weights: for a whole model with its parameters on the meta device: a function that returns tensors by name. It
+            is called once, with the names that this process's stages have. No process has the whole model in memory.
+        device: where to put these; the CPU by default.
 
     Attributes:
         schedule: the schedule of all ranks.
@@ -99,19 +107,23 @@ class Pipeline:
         reduce_dtype: torch.dtype | None = None,
         heartbeat_timeout: float = 30,
         reports: str | Path | None = None,
+        weights: Weights | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         require("pipeline")
         check_arguments(
             stages=stages, schedule=schedule, n_microbatches=n_microbatches, ranks=ranks, transport=transport,
             chunk=chunk, loss_fn=loss_fn, reports=reports, mesh=mesh, scaler=scaler, reduce_dtype=reduce_dtype,
         )  # fmt: skip
+        check_weights(stages, weights, sample, device)
+        place = None if weights is None else device_of(device or "cpu")
         self.transport = transport or default_transport(mesh, dynamic, heartbeat_timeout)
-        self.transport.place(devices_of(stages))
+        self.transport.place(devices_of(stages) if place is None else [place])
         ranks = ranks or self.transport.ranks or (schedule.ranks if isinstance(schedule, Schedule) else 0)
         if not ranks:
             raise PipelineError("a pipeline in one process needs the number of ranks", got="none", fix="pass ranks=")
         request = BuildRequest(
-            stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target
+            stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place
         )
         self._plan = agreed_plan(request, self.transport)
         self.schedule, self.costs = self._plan.schedule, self._plan.costs
@@ -120,7 +132,11 @@ class Pipeline:
         routes = Routes(self.schedule.num_stages, checked_skips(skips, self.schedule.num_stages))
         self.transport.connect(self.schedule, routes)
         placement = {rank: self.schedule.placement[rank] for rank in ranks_here}
-        self._ties = resolve_ties(all_ties(tied, stages), self.stages, placement, self.transport)
+        check_ties(tied)
+        own_ties = [] if self._plan.cut is None else self._plan.cut.ties()
+        self._ties = resolve_ties([*tied, *own_ties], self.stages, placement, self.transport)
+        if self._plan.cut is not None and self.transport.mine:
+            self._plan.cut.release(set(self.stages))
         copies = None if mesh is None else self.transport.collective(mesh.get_group("dp"))
         averaged = None if copies is None else DataParallel(copies, reduce_dtype)
         self._gradients = Gradients(self.stages, self._ties, self.transport, ranks, averaged, reduce_dtype)
@@ -132,6 +148,9 @@ class Pipeline:
             chunk, clock_offsets(self.transport, ranks), self.costs.memory_after_I,
         )  # fmt: skip
         self._whole_names = isinstance(stages, nn.Module)
+        self._model = stages if isinstance(stages, nn.Module) else None
+        self._source: Path | None = None  # the checkpoint that from_pretrained read
+        self._first_copy = mesh is None or mesh.get_local_rank("dp") == 0
         self._everyone = None if mesh is None else mesh.mesh.flatten().tolist()
         self._saves: Checkpoints | None = None
 
@@ -160,7 +179,7 @@ class Pipeline:
             nonfinite: what to do if the gradients of any rank are not finite: "raise" on all ranks, or "skip", which
                 sets all gradients to None, so that the optimizer does nothing. All ranks wait for each other to find
                 out; ``optimizer_step`` does not.
-            keywords: keyword arguments of the first stage.
+            keywords: keyword arguments of the first stage, such as ``input_ids=…, labels=…``.
 
         Raises:
             PipelineError: on every rank, if the step fails on any. The pipeline is closed then.
@@ -325,6 +344,24 @@ class Pipeline:
         if found is not None:
             self._runner.continue_from(found.step)
         return found
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """Write a checkpoint that ``from_pretrained`` of transformers loads. Call it on every rank.
+
+        Each process writes its own tensors; the configuration, and the tokenizer's files if ``from_pretrained`` of
+        Sternway made the pipeline, go along. Of a model of PEFT, only the adapters are written.
+
+        Args:
+            path: the folder; what it has of an earlier save is replaced.
+
+        Raises:
+            PipelineError: on every rank, if the model is not one of transformers or PEFT, or one cannot write.
+        """
+        self._runner.settle()
+        self._guard.check_open("save_pretrained")
+        with self._guard.other_ranks():
+            crew = self.transport.crew() if self._everyone is None else self.transport.crew_apart(self._everyone)
+            save_model(path, crew, self._model, self.state_dict() if self._first_copy else {}, self._source)
 
     def _checkpoints(self) -> Checkpoints:
         self._guard.check_open("a checkpoint")

@@ -2,6 +2,7 @@
 
     policies/     one policy a file: offload, compress, mutable, recompute, keep, hooks, forbid
     _policy       the stack of policies that are active in a thread
+    _attach       a policy on a model, for somebody else's training loop
     _pack         the pair of hooks that torch calls, which asks that stack
     _slot         one storage, saved once however many tensors share it
     _content      the bytes of a slot, and where they are
@@ -20,6 +21,7 @@ Example:
     3.9
 """
 
+from sternway.saved._attach import Attached
 from sternway.saved._pack import Packed
 from sternway.saved._policy import Policy
 from sternway.saved._report import ModuleRow, Report
@@ -32,6 +34,7 @@ from sternway.saved.policies._offload import Offload, offload
 from sternway.saved.policies._recompute import recompute
 
 __all__ = [
+    "Attached",
     "Compress",
     "Hooks",
     "ModuleRow",

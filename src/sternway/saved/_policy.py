@@ -19,6 +19,7 @@ from sternway._bytes import parse_bytes
 from sternway._torch import require
 from sternway._torch.saved_hooks import pop_saved_hooks, push_saved_hooks, top_saved_hooks
 from sternway.errors import SavedError
+from sternway.saved._attach import Attached
 from sternway.saved._modules import Names, Where
 from sternway.saved._report import Report
 
@@ -84,6 +85,27 @@ class Policy:
     ) -> None:
         pop_saved_hooks()
         self._closed(kind is not None)
+
+    def attach(self, model: nn.Module) -> Attached:
+        """Be active in each forward of ``model`` from now on, whoever calls it.
+
+        For training loops that are not yours: ``transformers.Trainer``, TRL's trainers, accelerate.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from sternway import saved
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+            >>> policy = saved.offload(to="disk", directory=tempfile.gettempdir(), min_bytes=0)
+            >>> attached = policy.attach(model)
+            >>> model(torch.ones(4, 8)).sum().backward()
+            >>> attached.report.moved_bytes
+            256
+
+        Returns:
+            A handle with the ``report`` of the last forward. Its ``remove()`` ends it.
+        """
+        SavedError.unless(isinstance(model, nn.Module), "model must be an nn.Module", model, "pass the model")
+        return Attached(self, model)
 
     def _pair(self, stack: PolicyStack) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """The pair of hooks to install; ``stack`` is this policy and those around it."""

@@ -59,8 +59,8 @@ def backward_input(
         inputs: the tensors (or ``GradientEdge``s) whose gradients are returned. Gradient does not flow past them, and
             their ``.grad`` is not changed.
         exact: whether what W adds to a ``.grad`` that is there already must equal autograd's in every bit. Otherwise a
-            matrix product is added in the kernel that computes it, which is faster and rounds once less. Where there are hooks, a parameter that is used both as it
-            is and transposed may differ in the last bit all the same.
+            matrix product is added in the kernel that computes it, which is faster and rounds once less. Where there
+            are hooks, a parameter that is used both as it is and transposed may differ in the last bit all the same.
 
     Returns:
         The gradients, nested as ``inputs``, None where there is none; and the ``Pending``.

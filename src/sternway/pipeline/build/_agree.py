@@ -65,6 +65,9 @@ def describe(plan: BuildPlan, transport: Transport, nbytes: int) -> str:
     lines.append(f"  schedule  {schedule.name}, {schedule.n_microbatches} microbatches")
     if plan.cuts is not None:
         lines.append(f"  cuts      {', '.join(plan.cuts) or 'none'}")
+        crosses = None if plan.cut is None else plan.cut.crosses()
+        for cut, values in zip(plan.cuts, crosses or (), strict=False):
+            lines.append(f"  crosses   to {cut}: {', '.join(values)}")
     lines.append(f"  here      {here}: {size} of parameters")
     timeline, peaks = schedule.simulate(plan.costs), plan.peak_bytes()
     if peaks is None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan, BuildRequest
+from sternway.pipeline.build._weights import is_empty
 from sternway.pipeline.step._microbatch import ChunkSpec
 from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.transport._routes import MAIN
@@ -49,6 +50,31 @@ def check_arguments(**arguments: Any) -> None:
         if not fits(value):
             got = f"{type(value).__name__} {value!r:.80}"
             raise PipelineError(f"{name} must {rule}", got=got, fix="see the arguments of Pipeline")
+
+
+def check_weights(stages: Any, weights: Any, sample: Any, device: Any) -> None:
+    """Raise unless a model without weights, and only such a model, comes with a function that gives them."""
+    if weights is None:
+        if is_empty(stages):
+            raise PipelineError(
+                "a model on the meta device has no weights",
+                got="no weights=",
+                fix="pass weights=, use pipeline.from_pretrained, or make the model on another device",
+            )
+        if device is not None:
+            raise PipelineError("device is for models without weights", got=str(device), fix="move the model there")
+        return
+    PipelineError.unless(callable(weights), "weights must be a function of names", weights, "pass a function")
+    if not is_empty(stages):
+        raise PipelineError(
+            "weights are for a whole model whose parameters are on the meta device",
+            got=type(stages).__name__,
+            fix="leave weights= out, or make the model in a block torch.device('meta')",
+        )
+    if sample is None:
+        raise PipelineError(
+            "a model without weights needs a sample", got="none", fix="pass sample=, arguments of the model: one row"
+        )
 
 
 def check_placement(plan: BuildPlan, request: BuildRequest, transport: Transport) -> None:

@@ -1,48 +1,129 @@
-"""Cutting a whole model into stages, at the names of modules.
+"""Cutting a whole model into stages: where it can be cut, and where it is best cut.
 
-The model is traced with torch.fx. Each module that is called from outside a container is one piece, so only the model's
-own top-level forward must be traceable. Whatever is computed before a cut and used after it, including the model's
-inputs, is passed on from stage to stage. The parameters of a stage keep their names in the whole model.
+How stages of an unmodified model run is in ``pipeline/forward``.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from torch import fx, nn
+from torch import nn
 
 from sternway.errors import PipelineError
+from sternway.pipeline.forward._flow import Call, Flow
+from sternway.pipeline.forward._part import CutModel, ModelPart
+from sternway.pipeline.forward._pieces import Outline, called_modules, weight
+from sternway.pipeline.forward._record import record
 
 
-class _Tracer(fx.Tracer):
-    """Traces into containers, and takes every other module as one piece."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a model can be cut.
 
-    def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
-
-
-def trace(model: nn.Module) -> fx.Graph:
-    """The model's top-level forward as a graph.
-
-    Raises:
-        PipelineError: if torch.fx cannot trace it.
+    Attributes:
+        calls: the calls of its pieces, in order.
+        flow: what a forward showed; None if there was no sample.
     """
+
+    calls: tuple[Call, ...]
+    flow: Flow | None = None
+
+    @property
+    def points(self) -> list[int]:
+        """The calls at which a stage may begin: all, but for those where something would be cut that cannot be."""
+        obstacles = [] if self.flow is None else self.flow.obstacles
+        ends = [(each.made, len(self.calls) if each.used is None else each.used) for each in obstacles]
+        return [i for i in range(len(self.calls)) if i == 0 or not any(made <= i < used for made, used in ends)]
+
+    @property
+    def names(self) -> list[str]:
+        """The modules at which a stage may begin."""
+        return [self.calls[point][0] for point in self.points]
+
+    def cut(self, model: nn.Module, starts: Sequence[int]) -> CutModel:
+        """The model in stages that begin at these of the points."""
+        points = self.points
+        begins = {points[start] for start in starts if start < len(points)}  # a model of one stage may have none
+        stage, stage_of_call = -1, {}
+        for place, call in enumerate(self.calls):
+            stage += place in begins
+            stage_of_call[call] = max(stage, 0)
+        pieces = list(dict.fromkeys(name for name, _ in self.calls))
+        return CutModel(model, pieces, stage_of_call, self.flow)
+
+    def balanced(self, costs: Sequence[float], parts: int) -> list[int]:
+        """Where ``parts`` stages of equal cost begin, as far as possible, given the cost from each point to the next.
+
+        Raises:
+            PipelineError: if there are too few points.
+        """
+        if parts == 1:
+            return [0]
+        if len(costs) < parts <= len(self.calls) and self.flow is not None:
+            raise self.flow.obstacles[0].error()
+        return balance(costs, parts)
+
+    def starts(self, cuts: Sequence[str]) -> list[int]:
+        """Where the stages begin, given the modules that they begin with.
+
+        Raises:
+            PipelineError: if something would be cut that cannot be, or they are not in the order of the calls.
+        """
+        names = self.names
+        if any(name not in names for name in cuts) and self.flow is not None and self.flow.obstacles:
+            raise self.flow.obstacles[0].error()
+        starts = [0, *(names.index(name) for name in cuts)]
+        if starts != sorted(set(starts)):
+            raise PipelineError(
+                "cuts must be in the order of the calls, each once, and after the first",
+                got=str(list(cuts)),
+                fix=f"pass {[name for name in sorted(set(cuts), key=names.index) if names.index(name)]}",
+            )
+        return starts
+
+
+def arguments_of(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A sample as arguments of the model: a dict has keyword arguments, a tuple arguments; anything else is one."""
+    if isinstance(sample, dict):
+        return (), dict(sample)
+    return (sample if type(sample) is tuple else (sample,)), {}
+
+
+def lay_out(model: nn.Module, sample: Any = None, wanted: int = 2, named: Sequence[str] = ()) -> Layout:
+    """Find at least ``wanted`` pieces of a model, with those ``named`` among them, if it has as many.
+
+    Without a sample the model is not run: its modules count in the order in which it has them.
+    """
+    if sample is None:
+        return Layout(tuple((name, -1) for name in Outline(model).pieces(wanted, named)))
+    args, kwargs = arguments_of(sample)
     try:
-        return _Tracer().trace(model)
+        called = called_modules(model, args, kwargs)
     except Exception as error:
         raise PipelineError(
-            "a whole model must have a forward that torch.fx can trace, down to its layers",
+            "the sample must go through the model, forward and backward",
             got=f"{type(error).__name__}: {error}",
-            fix="pass the stages yourself, as {index: module}",
+            fix="pass one microbatch: a tensor, a tuple of arguments, or a dict of keyword arguments",
         ) from error
+    pieces = Outline(model, called).pieces(wanted, named)
+    flow = record(model, {name: model.get_submodule(name) for name in pieces}, args, kwargs)
+    return Layout(tuple(flow.calls), flow)
 
 
-def called_modules(model: nn.Module) -> list[str]:
-    """The names of the modules that the model's forward calls, in order, each once. It can be cut at these."""
-    return list(dict.fromkeys(str(node.target) for node in trace(model).nodes if node.op == "call_module"))
+def layout_of(names: Sequence[str]) -> Layout:
+    """The layout in which a profile of a whole model was measured."""
+    counts: Counter[str] = Counter()
+    calls: list[Call] = []
+    for name in names:
+        calls.append((name, counts[name] if names.count(name) > 1 else -1))
+        counts[name] += 1
+    return Layout(tuple(calls))
 
 
-def split_model(model: nn.Module, cuts: Sequence[str]) -> list[nn.Module]:
+def split_model(model: nn.Module, cuts: Sequence[str], sample: Any = None) -> list[ModelPart]:
     """Cut ``model`` into stages. A new stage begins at each module named in ``cuts``.
 
     Example:
@@ -53,64 +134,15 @@ def split_model(model: nn.Module, cuts: Sequence[str]) -> list[nn.Module]:
     Raises:
         PipelineError: if a name is not called, or the names are not in the order of the calls.
     """
-    graph = trace(model)
-    called = [str(node.target) for node in graph.nodes if node.op == "call_module"]
-    starts = []
-    for name in cuts:
-        if name not in called:
-            near = ", ".join(called[:12]) + (", …" if len(called) > 12 else "")
-            raise PipelineError(
-                "a cut must name a module that the forward calls", got=repr(name), fix=f"choose from {near}"
-            )
-        starts.append(called.index(name))
-    if starts != sorted(set(starts)):
-        raise PipelineError(
-            "cuts must be in the order of the calls, each once",
-            got=str(list(cuts)),
-            fix=f"pass {sorted(set(cuts), key=called.index)}",
-        )
-    return _stages(model, graph, set(cuts))
+    layout = lay_out(model, sample, named=cuts)
+    return layout.cut(model, layout.starts(cuts)).parts()
 
 
-def _stages(model: nn.Module, graph: fx.Graph, cuts: set[str]) -> list[nn.Module]:
-    stage_of: dict[fx.Node, int] = {}
-    stage, seen = 0, set()
-    for node in graph.nodes:
-        if node.op == "call_module" and node.target in cuts and node.target not in seen:
-            stage += 1
-            seen.add(node.target)
-        stage_of[node] = 0 if node.op == "placeholder" else stage
-    for node in graph.nodes:
-        if node.op == "get_attr":  # a parameter of the model itself belongs to the first stage that uses it
-            stage_of[node] = min((stage_of[user] for user in node.users), default=stage_of[node])
-    return [_stage_module(model, graph, stage_of, index, stage) for index in range(stage + 1)]
-
-
-def _stage_module(
-    model: nn.Module, graph: fx.Graph, stage_of: dict[fx.Node, int], index: int, last: int
-) -> fx.GraphModule:
-    def crossing(boundary: int) -> list[fx.Node]:
-        """Values that are made in stages up to ``boundary`` and used in later ones."""
-        return [
-            node
-            for node in graph.nodes
-            if stage_of[node] <= boundary and any(stage_of[user] > boundary for user in node.users)
-        ]
-
-    part = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    if index:
-        for node in crossing(index - 1):
-            copies[node] = part.placeholder(node.name)
-    for node in graph.nodes:
-        if stage_of[node] == index and node.op != "output":
-            copies[node] = part.node_copy(node, copies.__getitem__)
-    if index == last:
-        result = next(node for node in graph.nodes if node.op == "output")
-        part.output(fx.node.map_arg(result.args[0], copies.__getitem__))
-    else:
-        part.output(tuple(copies[node] for node in crossing(index)))
-    return fx.GraphModule(model, part)
+def weights(model: nn.Module, layout: Layout) -> list[float]:
+    """A rough cost from each point to the next, without running it: parameters, except embedding tables."""
+    each = [weight(model.get_submodule(name)) for name, _ in layout.calls]
+    ends = [*layout.points[1:], len(each)]
+    return [sum(each[start:end]) for start, end in zip(layout.points, ends, strict=False)]
 
 
 def balance(costs: Sequence[float], parts: int) -> list[int]:

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from sternway import schedule as schedules
 from sternway.errors import PipelineError
-from sternway.pipeline.build._partition import balance, called_modules, split_model
+from sternway.pipeline.build._partition import Layout, lay_out, layout_of, weights
 from sternway.pipeline.build._profile import Profile, profile
+from sternway.pipeline.build._weights import Weights, fill, on_zeros
+from sternway.pipeline.forward._part import CutModel, ModelPart
 from sternway.pipeline.step._stage import LossFn
 from sternway.pipeline.transport._crew import Outcome
 from sternway.pipeline.transport._transport import Transport
@@ -31,6 +34,8 @@ class BuildRequest:
     loss_fn: LossFn | None = None
     sample: Any = None
     sample_target: Any = None
+    weights: Weights | None = None
+    device: torch.device | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,7 @@ class BuildPlan:
         costs: those that it was planned for.
         cuts: the modules of a whole model at which stages begin; None if stages were passed one by one.
         profile: what was measured, one entry for each stage; None if nothing was.
+        cut: the whole model, cut; None if stages were passed one by one.
     """
 
     modules: dict[int, nn.Module]
@@ -50,6 +56,7 @@ class BuildPlan:
     costs: Costs
     cuts: tuple[str, ...] | None = None
     profile: Profile | None = None
+    cut: CutModel | None = None
 
     def peak_bytes(self) -> list[int] | None:
         """The most bytes of activations that each rank holds at once by this plan, if they were measured."""
@@ -93,41 +100,75 @@ def _from_stages(request: BuildRequest, stages: Mapping[int, nn.Module]) -> Buil
 
 def _from_model(request: BuildRequest, model: nn.Module, transport: Transport) -> BuildPlan:
     """A whole model: cut it, and keep this process's stages."""
-    names = called_modules(model)
-    measured = _measure(request, model, transport)
-    options = [_option(request, starts, measured) for starts in _cuts(request, model, names, measured)]
-    best = min(options, key=lambda option: option.cost())
-    cuts = tuple(names[start] for start in best.starts[1:])
-    stages = split_model(model, cuts)
-    here = [stage for rank in transport.mine or range(request.ranks) for stage in best.schedule.placement[rank]]
-    grouped = None if measured is None else measured.grouped(best.starts)
-    return BuildPlan({index: stages[index] for index in here}, best.schedule, best.costs, cuts, grouped)
-
-
-def _cuts(request: BuildRequest, model: nn.Module, names: list[str], measured: Profile | None) -> list[list[int]]:
-    """The ways to cut the model that are compared: for each, the first module of each stage.
-
-    That is one way, except for "auto" with balanced cuts: one stage on each rank, and two if there are enough modules.
-    """
-    cuts, wanted, ranks = request.cuts, request.schedule, request.ranks
-    if not isinstance(cuts, str):
-        PipelineError.unless(
-            isinstance(cuts, Sequence) and all(isinstance(name, str) and name in names for name in cuts),
-            'cuts must be names of modules that the forward calls, or "balanced"',
-            cuts,
-            f"choose from {', '.join(names[:12])}",
-        )
-        return [[0, *(names.index(name) for name in cuts)]]
-    if cuts != "balanced":
-        raise PipelineError('cuts must be module names, or "balanced"', got=repr(cuts), fix='pass cuts="balanced"')
-    weights = _weights(model, names, measured)
-    if isinstance(wanted, Schedule):
-        counts = [wanted.num_stages]
-    elif wanted == "auto":
-        counts = [ranks * v for v in (1, 2) if ranks * v <= len(weights)] or [ranks]
+    counts = _stage_counts(request)
+    named = _named_cuts(request)
+    layout = _agreed_layout(request, model, min(counts), named, transport)
+    measured = None if request.weights is not None else _measure(request, model, layout, transport)
+    if named is not None:
+        ways = [layout.starts(named)]
     else:
-        counts = [schedules.make(wanted, ranks=ranks, microbatches=request.n_microbatches or ranks).num_stages]
-    return [balance(weights, count) for count in counts]
+        costs = weights(model, layout) if measured is None else measured.totals
+        counts = [count for count in counts if count <= len(layout.names)] or counts[:1]
+        ways = [layout.balanced(costs, count) for count in counts]
+    options = [_option(request, starts, measured) for starts in ways]
+    best = min(options, key=lambda option: option.cost())
+    cut = layout.cut(model, best.starts)
+    here = [stage for rank in transport.mine or range(request.ranks) for stage in best.schedule.placement[rank]]
+    if request.weights is not None:
+        names = [name for index in here for name in ModelPart(cut, index).state_dict()]
+        fill(model, names, request.weights, request.device or torch.device("cpu"))
+        cut = layout.cut(model, best.starts)  # of the parameters that are there now
+    return BuildPlan(
+        {index: ModelPart(cut, index) for index in here},
+        best.schedule,
+        best.costs,
+        tuple(layout.names[start] for start in best.starts[1:]),
+        None if measured is None else measured.grouped(best.starts),
+        cut,
+    )
+
+
+def _named_cuts(request: BuildRequest) -> Sequence[str] | None:
+    """The modules at which stages begin, if they are named."""
+    cuts = request.cuts
+    if isinstance(cuts, str):
+        if cuts != "balanced":
+            raise PipelineError('cuts must be module names, or "balanced"', got=repr(cuts), fix='pass cuts="balanced"')
+        return None
+    PipelineError.unless(
+        isinstance(cuts, Sequence) and all(isinstance(name, str) for name in cuts),
+        'cuts must be names of modules that the forward calls, or "balanced"',
+        cuts,
+        "pass a list of names",
+    )
+    return cuts
+
+
+def _stage_counts(request: BuildRequest) -> list[int]:
+    """The numbers of stages that are compared: for "auto" one on each rank, and two; else that of the schedule."""
+    wanted, ranks = request.schedule, request.ranks
+    if isinstance(wanted, Schedule):
+        return [wanted.num_stages]
+    if wanted == "auto":
+        return [ranks, 2 * ranks]
+    return [schedules.make(wanted, ranks=ranks, microbatches=request.n_microbatches or ranks).num_stages]
+
+
+def _agreed_layout(
+    request: BuildRequest, model: nn.Module, count: int, named: Sequence[str] | None, transport: Transport
+) -> Layout:
+    """Where the model can be cut: as the first rank finds, so that all decide alike."""
+
+    def find() -> Layout:
+        whole = model if request.weights is None else on_zeros(model)
+        return lay_out(whole, request.sample, wanted=count, named=named or ())
+
+    if not transport.mine:
+        return find()
+    found: Outcome[Layout | None] = Outcome(find) if transport.mine == (0,) else Outcome.of(None)
+    layout = transport.crew().share(found)[0].result()
+    assert layout is not None, "the first rank has found it"
+    return layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +217,7 @@ def _schedule(request: BuildRequest, costs: Costs, stages_per_rank: int = 1) -> 
     )
 
 
-def _measure(request: BuildRequest, model: nn.Module, transport: Transport) -> Profile | None:
+def _measure(request: BuildRequest, model: nn.Module, layout: Layout, transport: Transport) -> Profile | None:
     """What the first rank measured, on all ranks, so that all decide alike; None if it has no sample.
 
     All ranks with a sample measure at the same time, as they will train: cores share caches and memory.
@@ -186,22 +227,28 @@ def _measure(request: BuildRequest, model: nn.Module, transport: Transport) -> P
         if request.sample is None:
             return None
         loss_fn = request.loss_fn if request.sample_target is not None else None
-        return profile(model, request.sample, loss_fn=loss_fn, target=request.sample_target)
+        calls = layout.cut(model, range(len(layout.names))).parts()
+        found = profile(calls, request.sample, loss_fn=loss_fn, target=request.sample_target)
+        return replace(found, names=tuple(layout.names))
 
     found = transport.crew().share(Outcome(measure))[0].result()
     return None if found is None else replace(found, comm=transport.delay(max(found.sent_bytes)))
 
 
 def partition(
-    model: nn.Module, *, ranks: int, stages_per_rank: int = 1, costs: Profile | None = None
+    model: nn.Module, *, ranks: int, stages_per_rank: int = 1, costs: Profile | None = None, sample: Any = None
 ) -> list[nn.Module]:
     """Cut a model into stages of equal cost, as far as possible.
 
+    The first stage is called with the model's arguments, each other one with what the stage before returned, as
+    ``stage(*returned)``. The last one returns what the model returns.
+
     Args:
-        model: a Sequential, or a model whose forward torch.fx can trace down to its layers.
+        model: any model. Without a sample, one whose forward calls its modules in the order in which it has them.
         ranks: the number of ranks.
         stages_per_rank: the number of stages on each.
         costs: what ``profile(model, sample)`` measured. Without it parameters are counted, but not embedding tables.
+        sample: one microbatch, from which it is found what the forward calls.
     """
     PipelineError.unless(isinstance(model, nn.Module), "model must be an nn.Module", model, "pass the model")
     for name, count in (("ranks", ranks), ("stages_per_rank", stages_per_rank)):
@@ -211,19 +258,10 @@ def partition(
     PipelineError.unless(
         costs is None or isinstance(costs, Profile), "costs must be a Profile", costs, "pass profile(model, …)"
     )
-    names = called_modules(model)
-    starts = balance(_weights(model, names, costs), ranks * stages_per_rank)
-    return split_model(model, [names[start] for start in starts[1:]])
-
-
-def _weights(model: nn.Module, names: list[str], measured: Profile | None) -> list[float]:
-    """The cost of each called module: as measured, or else by its parameters."""
-    if measured is None:
-        return [_weight(model.get_submodule(name)) for name in names]
-    return [f + i + w for f, i, w in zip(measured.F, measured.I, measured.W, strict=True)]
-
-
-def _weight(module: nn.Module) -> float:
-    """A rough cost of a module without running it: its parameters, except embedding tables, which are looked up."""
-    tables = sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Embedding))
-    return float(sum(p.numel() for p in module.parameters()) - tables)
+    count = ranks * stages_per_rank
+    named = [] if costs is None else list(dict.fromkeys(costs.names))
+    layout = lay_out(model, sample, wanted=count if costs is None else 1, named=named)
+    if costs is not None and layout.names != list(costs.names):
+        layout = layout_of(costs.names)
+    found = weights(model, layout) if costs is None else costs.totals
+    return list(layout.cut(model, layout.balanced(found, count)).parts())

@@ -17,7 +17,8 @@ from sternway._bytes import show_bytes
 from sternway._storage import storage_sizes
 from sternway._torch import require
 from sternway.errors import PipelineError
-from sternway.pipeline.build._partition import called_modules, split_model
+from sternway.pipeline.build._partition import arguments_of, lay_out
+from sternway.pipeline.forward._record import untouched
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn, Stage
 from sternway.pipeline.transport._payload import Payload, pack
@@ -36,7 +37,7 @@ class Profile:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
         >>> found = profile(model, torch.randn(4, 8), repeats=1)
         >>> len(found.F), found.names
-        (3, ('0', '1', '2'))
+        (2, ('0', '2'))
 
     Attributes:
         names: the stages, by the modules that they begin with.
@@ -94,6 +95,11 @@ class Profile:
             memory_after_I=min(1.0, sum(self.bytes_after_I) / kept) if kept else 1.0,
         )
 
+    @property
+    def totals(self) -> list[float]:
+        """F, I and W of each stage together."""
+        return [f + i + w for f, i, w in zip(self.F, self.I, self.W, strict=True)]
+
     def grouped(self, starts: Sequence[int]) -> Profile:
         """The same work in fewer stages, which begin at ``starts``."""
         ends = [*starts[1:], len(self.F)]
@@ -127,7 +133,7 @@ def profile(
 
     Args:
         model: a list of stages, or a model, which is cut at each module that it calls.
-        sample: one microbatch for the first stage: a tensor, or a tuple of arguments.
+        sample: one microbatch for the first stage: a tensor, a tuple of arguments, or a dict of keyword arguments.
         loss_fn: the loss at the end of the last stage; by default the sum of its output.
         target: the target of the loss.
         repeats: how often each is timed; the median counts.
@@ -136,18 +142,18 @@ def profile(
         type(repeats) is int and 1 <= repeats <= 10**6, "repeats must be a number from 1 on", repeats, "pass 5"
     )
     require("pipeline")
-    names, modules = _stages(model)
+    names, modules = _stages(model, sample)
     last = len(modules) - 1
     stages = [
         Stage(i, module, is_last=i == last, loss_fn=(loss_fn or _total) if i == last else None)
         for i, module in enumerate(modules)
     ]
-    arguments = sample if type(sample) is tuple else (sample,)
-    microbatch = Microbatch(arguments=arguments, target=target if target is not None else 0)
+    arguments, keywords = arguments_of(sample)
+    microbatch = Microbatch(arguments, keywords, target=target if target is not None else 0)
     rows: list[list[tuple[float, ...]]] = [[] for _ in stages]
     kept: list[tuple[int, int]] = [(0, 0)] * len(stages)
     sent = [0] * len(stages)
-    with _own_gradients(modules):
+    with _own_gradients(modules), untouched(*modules):
         for number in range(repeats + 1):
             try:
                 _once(stages, microbatch, rows, kept, sent, weigh=number == 0)  # the first one warms up, too
@@ -157,7 +163,7 @@ def profile(
                 raise PipelineError(
                     "the sample must go through the model, forward and backward",
                     got=f"{type(error).__name__}: {error}",
-                    fix="pass one microbatch, as a tensor or a tuple of arguments",
+                    fix="pass one microbatch: a tensor, a tuple of arguments, or a dict of keyword arguments",
                 ) from error
     f, i, w, b = zip(*(map(statistics.median, zip(*stage[1:], strict=True)) for stage in rows), strict=True)
     return Profile(
@@ -186,15 +192,15 @@ def _own_gradients(modules: list[nn.Module]) -> Iterator[None]:
             parameter.grad = grad
 
 
-def _stages(model: nn.Module | Sequence[nn.Module]) -> tuple[list[str], list[nn.Module]]:
+def _stages(model: nn.Module | Sequence[nn.Module], sample: Any) -> tuple[list[str], list[Any]]:
     """The names of the stages to profile, and the stages."""
     if isinstance(model, nn.Module):
-        names = called_modules(model)
-        if not names:
+        layout = lay_out(model, sample)
+        if not layout.calls:
             raise PipelineError(
                 "a model to profile must call modules", got=type(model).__name__, fix="pass a list of stages"
             )
-        return names, split_model(model, names[1:])
+        return layout.names, list(layout.cut(model, range(len(layout.names))).parts())
     PipelineError.unless(
         isinstance(model, Sequence) and len(model) > 0 and all(isinstance(stage, nn.Module) for stage in model),
         "model must be an nn.Module, or a list of stages",
@@ -260,7 +266,8 @@ def _forward(
         with _saved_sizes(sizes) if weigh else nullcontext():
             start = _now(devices)
             received = stage.forward(0, microbatch, received, keep_output=False)
-            times.append(_now(devices) - start)
+            # What comes before is no work of this piece: the forward's way to it.
+            times.append(_now(devices) - (getattr(stage.module, "begun", None) or start))
         if weigh:
             own = storage_sizes(stage.module.parameters())
             kept[stage.index] = (sum(size for key, size in sizes.items() if key not in own), 0)

@@ -95,21 +95,6 @@ class Trial:
                     current[key] = old
 
 
-def to_host(number: Tensor) -> Callable[[], Rows]:
-    """Begin to copy a number to the host; a function that waits for it, without a wait for what is done after it."""
-    if not number.is_cuda:
-        return lambda: [[float(number)]]
-    copied = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's
-    event.record(torch.cuda.current_stream(number.device))
-
-    def wait() -> Rows:
-        event.synchronize()
-        return [[float(copied)]]
-
-    return wait
-
-
 def _copy(state: dict[str, Any] | None) -> dict[str, Any] | None:
     if state is None:
         return None

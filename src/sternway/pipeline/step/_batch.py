@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sternway._tree import leaves
 from sternway.errors import PipelineError
+from sternway.pipeline.forward._own_loss import LABELS, shares
+from sternway.pipeline.forward._part import ModelPart
+from sternway.pipeline.step._loss import uneven
 from sternway.pipeline.step._microbatch import Chunk, ChunkSpec, Microbatch, cut, piece_sizes, rows_of, weights
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.transport._facts import checksum
-from sternway.pipeline.transport._payload import pack
+from sternway.pipeline.transport._payload import CONSTANT, pack
 from sternway.schedule import Schedule
 
 
@@ -39,7 +43,8 @@ class Batch:
         """
         count, last = schedule.n_microbatches, schedule.num_stages - 1
         has_loss = last in stages and stages[last].loss_fn is not None
-        if training and last in stages and (not has_loss or self.target is None):
+        by_model = last in stages and getattr(stages[last].module, "uses_own_loss", False)
+        if training and last in stages and not by_model and (not has_loss or self.target is None):
             raise PipelineError(
                 "training needs a loss and a target on the rank of the last stage",
                 got="no loss" if not has_loss else "no target",
@@ -57,14 +62,24 @@ class Batch:
         named = cut(self.keywords, count, chunk, "the batch") if 0 in stages else [None] * count
         targets = cut(self.target, count, chunk, "the target") if last in stages else [None] * count
         shared = cut(self.stage_kwargs, count, chunk, "stage_kwargs")
-        shares = weights(targets if self.target is not None else arguments, chunk)
+        parts = weights(targets if self.target is not None else arguments, chunk)
+        labels = [None] * count if 0 not in stages else [(each or {}).get(LABELS) for each in named]
+        whole = 0 in stages and isinstance(stages[0].module, ModelPart)
+        of_labels = shares(labels) if whole else [None] * count
+        is_uneven = uneven(targets) if has_loss else None
         sizes = piece_sizes(rows, count) if rows >= count else [0] * count
         dim = chunk.dim if isinstance(chunk, Chunk) else 0
-        parts = zip(arguments, named, shared, targets, shares, strict=True)
-        return [Microbatch(*part, rows=size, dim=dim) for part, size in zip(parts, sizes, strict=True)]
+        return [
+            Microbatch(*own, share, size, of_own, dim, targets, is_uneven)
+            for own, share, size, of_own in zip(
+                zip(arguments, named, shared, targets, strict=True), parts, sizes, of_labels, strict=True
+            )
+        ]
 
 
-def shapes_checksum(microbatches: list[Microbatch]) -> int:
-    """A number that changes when the shapes of a batch do."""
+def shapes_checksum(microbatches: list[Microbatch], modes: list[bool]) -> int:
+    """A number that changes when the shapes of a batch do, or values in it that are no tensors, or the modes."""
     specs = [pack([m.arguments, m.keywords, m.stage_kwargs])[0] for m in microbatches]
-    return checksum(repr([[(t.shape, str(t.dtype)) for t in spec.tensors] for spec in specs]))
+    tensors = [[(t.shape, str(t.dtype)) for t in spec.tensors] for spec in specs]
+    constants = [[leaf for leaf in leaves(spec.tree) if isinstance(leaf, CONSTANT)] for spec in specs]
+    return checksum(repr([tensors, constants, modes]))

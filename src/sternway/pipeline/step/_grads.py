@@ -30,18 +30,13 @@ class Tie:
     counted_here: bool  # whether this process counts it in norms
 
 
-def all_ties(tied: Sequence[Sequence[str]], model: Any) -> list[Sequence[str]]:
-    """The ties that were asked for, and those inside a whole model."""
+def check_ties(tied: Sequence[Sequence[str]]) -> None:
+    """Raise unless these are groups of names."""
     rule, fix = "tied must be a list of groups of parameter names", 'pass [("tokens.weight", "head.weight")]'
     PipelineError.unless(isinstance(tied, Sequence) and not isinstance(tied, str | bytes), rule, tied, fix)
     for group in tied:
         fits = isinstance(group, Sequence) and not isinstance(group, str | bytes)
         PipelineError.unless(fits and all(isinstance(name, str) for name in group), rule, group, fix)
-    groups: dict[int, list[str]] = {}
-    if isinstance(model, nn.Module):
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            groups.setdefault(id(parameter), []).append(name)
-    return [*tied, *(names for names in groups.values() if len(names) > 1)]
 
 
 def resolve_ties(
@@ -97,6 +92,14 @@ class Gradients:
         self._reduce_dtype = reduce_dtype
         self._stages, self._ties, self._transport, self._ranks, self._copies = stages, ties, transport, ranks, copies
         self._tied = {id(p) for tie in ties for p in tie.here}
+        self._before: dict[int, Tensor | None] = {}  # gradients of earlier steps, which are summed already
+
+    def begin(self) -> None:
+        """A step begins: set aside what tied parameters have, so that only this step's gradients are summed."""
+        for tie in self._ties:
+            if self._is_summed(tie):
+                for parameter in tie.here:
+                    self._before[id(parameter)], parameter.grad = parameter.grad, None
 
     def stage_done(self, stage: Stage) -> None:
         """A stage's last W is done: begin to average its gradients over the copies."""
@@ -111,8 +114,20 @@ class Gradients:
             self._copies.start([p for p in self._parameters() if id(p) in self._tied])
             self._copies.finish()
 
+    def _all_here(self, tie: Tie) -> bool:
+        return not self._transport.mine or len(tie.ranks) == 1
+
+    def _is_summed(self, tie: Tie) -> bool:
+        """Whether a tie's gradients come from several places."""
+        return bool(tie.here) and tie.here[0].requires_grad and not (self._all_here(tie) and len(tie.here) == 1)
+
     def _sum(self, tie: Tie) -> None:
-        if not tie.here:
+        if not self._is_summed(tie):
+            return
+        before = [self._before.pop(id(parameter), None) for parameter in tie.here]
+        if self._all_here(tie) and all(parameter.grad is None for parameter in tie.here):
+            for parameter, grad in zip(tie.here, before, strict=True):
+                parameter.grad = grad
             return
         total = torch.zeros_like(tie.here[0], dtype=self._reduce_dtype)
         for parameter in tie.here:
@@ -120,8 +135,9 @@ class Gradients:
                 total += parameter.grad
         if len(tie.ranks) > 1:
             self._transport.add([total], tie.ranks)
-        for parameter in tie.here:
-            parameter.grad = total.to(parameter.dtype, copy=True)
+        for parameter, grad in zip(tie.here, before, strict=True):
+            own = total.to(parameter.dtype, copy=True)
+            parameter.grad = own if grad is None else grad.add_(own)
 
     def drop(self) -> None:
         """Set all gradients to None."""

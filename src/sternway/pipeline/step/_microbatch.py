@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,7 +48,10 @@ class Microbatch:
     target: Any = None
     weight: float = 1.0  # its share of the batch
     rows: int = 0  # of the inputs, along ``dim``; 0 if that is not known
+    shares: Tensor | None = None  # its shares of the labels, for a model's own loss; on the rank of the first stage
     dim: int = 0
+    targets: list[Any] = field(default_factory=list)  # of all microbatches, on the rank of the last stage
+    uneven: Callable[[], bool] | None = None  # whether the targets that count are spread unevenly over microbatches
 
 
 def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
@@ -79,6 +82,8 @@ def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
 
 
 def _pieces(tensor: Tensor, count: int, dim: int, what: str) -> tuple[Tensor, ...]:
+    if tensor.ndim == 0:
+        return (tensor,) * count
     if tensor.ndim <= dim or tensor.shape[dim] < count:
         raise PipelineError(
             f"{what} cannot be cut along dimension {dim} into {count} microbatches",

@@ -21,7 +21,7 @@ from sternway.errors import NonfiniteError
 from sternway.pipeline.faults import _nonfinite
 from sternway.pipeline.faults._nonfinite import OnNonfinite
 from sternway.pipeline.faults._report import Progress
-from sternway.pipeline.faults._trial import Trial, Verdict, to_host
+from sternway.pipeline.faults._trial import Trial, Verdict
 from sternway.pipeline.step._batch import Batch, shapes_checksum
 from sternway.pipeline.step._grads import Gradients
 from sternway.pipeline.step._guard import Guard
@@ -33,6 +33,7 @@ from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.step._state import StateBefore
 from sternway.pipeline.step._times import RankTimes, StreamClock, StreamTimes
 from sternway.pipeline.transport._facts import StepFacts, checksum
+from sternway.pipeline.transport._later import to_host
 from sternway.pipeline.transport._routes import Routes
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule
@@ -116,7 +117,8 @@ class StepRunner:
         def prepare(rows: int) -> StepFacts:
             made.extend(batch.cut(self._stages, self._schedule, self._chunk, options.training, rows))
             trial = 0 if self._trial is None else self._trial.checksum
-            shapes, seed = shapes_checksum(made), step_seed(self.steps)
+            modes = [stage.module.training for stage in self._stages.values()]
+            shapes, seed = shapes_checksum(made, modes), step_seed(self.steps)
             return StepFacts(options.training, options.checksum(), trial, shapes, rows, seed)
 
         with self._guard.other_ranks():
@@ -136,6 +138,8 @@ class StepRunner:
         with self._whole_step():
             before = None if trial is None else StateBefore(self._stages)
             times = self._run(work, options.return_outputs, options.record)
+            for stage in self._stages.values():
+                stage.check_loss()
             verdict = self._verdict()
             if before is None or verdict == "kept":
                 return self._result(options, times)
@@ -182,6 +186,8 @@ class StepRunner:
             )
             for rank in self._ranks_here
         }
+        if training:
+            self._gradients.begin()
         with own_random_numbers(device) if training else nullcontext():
             self._transport.drive(programs, work.facts)
         if training:

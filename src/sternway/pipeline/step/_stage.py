@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from sternway import split
 from sternway._tree import leaves
 from sternway.errors import PipelineError
+from sternway.pipeline.forward._own_loss import loss_of, no_shares
+from sternway.pipeline.forward._part import SHARES, ModelPart
+from sternway.pipeline.forward._shield import Shield
+from sternway.pipeline.step._loss import LossFn, WeighedLoss, not_half
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
 from sternway.pipeline.transport._routes import MAIN
 
-LossFn = Callable[[Any, Any], Tensor]
+__all__ = ["LossFn", "Stage", "WithSkips", "named_parameters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +64,16 @@ class Stage:
         self._scale = scale
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
         self._saved = saved or nullcontext()
+        # A part of a whole model shields what it is given itself: it also passes it on.
+        self._shield = Shield(learns=not isinstance(module, ModelPart))
+        if isinstance(module, ModelPart):
+            module.uses_own_loss = is_last and loss_fn is None
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self._graphs: dict[int, _Graph] = {}
         self._pendings: dict[int, split.Pending] = {}
         self._device = "cpu"  # where the last I ran
+        self._weighed = WeighedLoss()
 
     def forward(
         self, number: int, microbatch: Microbatch, received: dict[str, Payload], keep_output: bool
@@ -78,7 +87,11 @@ class Stage:
     ) -> dict[str, Payload]:
         training = torch.is_grad_enabled()
         inputs = {name: as_inputs(*payload) if training else payload[1] for name, payload in received.items()}
-        trees = {name: unpack(payload[0], inputs[name]) for name, payload in received.items()}
+        given = self._shield.give({(name, i): t for name, tensors in inputs.items() for i, t in enumerate(tensors)})
+        trees = {
+            name: unpack(spec, [given[name, i] for i in range(len(tensors))])
+            for name, (spec, tensors) in received.items()
+        }
         keywords = dict(microbatch.stage_kwargs or {})
         if MAIN in trees:
             main = trees.pop(MAIN)
@@ -86,17 +99,20 @@ class Stage:
         else:
             arguments = microbatch.arguments
             keywords |= microbatch.keywords or {}
+            if microbatch.shares is not None:
+                keywords[SHARES] = microbatch.shares
         result = self.module(*arguments, **keywords, **trees)
+        self._shield.check()
         output, skips = (result.output, result.skips) if isinstance(result, WithSkips) else (result, {})
 
         sent = skips if self.is_last else {MAIN: output} | skips
         payloads = {name: pack(tree) for name, tree in sent.items()}
         graph_outputs = {name: [t for t in tensors if t.requires_grad] for name, (_, tensors) in payloads.items()}
         if self.is_last:
-            if keep_output or self.loss_fn is None:
+            loss = self._loss(output, microbatch)
+            if keep_output or loss is None:
                 self.outputs[number] = output
-            if self.loss_fn is not None and microbatch.target is not None:
-                loss = self._loss(output, microbatch)
+            if loss is not None:
                 self.losses[number] = loss.detach()
                 if loss.requires_grad:
                     graph_outputs[MAIN] = [loss if self._scale is None else self._scale(loss)]
@@ -105,14 +121,22 @@ class Stage:
             self._graphs[number] = _Graph(needing, graph_outputs)
         return {name: (spec, [t.detach() for t in tensors]) for name, (spec, tensors) in payloads.items()}
 
-    def _loss(self, output: Any, microbatch: Microbatch) -> Tensor:
-        assert self.loss_fn is not None
+    def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
+        """This microbatch's part of the loss, by ``loss_fn`` or by the model itself; None if there is none."""
+        if isinstance(self.module, ModelPart) and self.module.uses_own_loss:
+            weight = self.module.weight if microbatch.weight < 1 else 1.0
+            if weight is None and torch.is_grad_enabled():
+                raise no_shares()
+            loss = not_half(loss_of(output))
+            return None if weight is None else (loss * weight).to(loss.dtype)
+        if self.loss_fn is None or microbatch.target is None:
+            return None
         _check_rows(output, microbatch)
-        loss = self.loss_fn(output, microbatch.target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise PipelineError("loss_fn must return one number", got=got, fix="reduce it, as by .mean()")
-        return (loss if loss.itemsize > 2 else loss.float()) * microbatch.weight  # a sum of many, so not in half
+        return self._weighed(self.loss_fn, output, microbatch)
+
+    def check_loss(self) -> None:
+        """At the end of a step: raise if the losses of its microbatches do not add up to that of the batch."""
+        self._weighed.check_even()
 
     def backward_input(self, number: int, grads: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         """I: returns the gradients of what was received, by channel. What W needs is kept."""
@@ -157,6 +181,8 @@ class Stage:
         """Drop everything, after a step or an error."""
         for held in (self.losses, self.outputs, self._graphs, self._pendings):
             held.clear()
+        self._shield.clear()
+        self._weighed.clear()
 
 
 def _check_rows(output: Any, microbatch: Microbatch) -> None:

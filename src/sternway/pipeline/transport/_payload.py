@@ -76,7 +76,8 @@ class TensorIndex:
         return f"TensorIndex({self.index})"
 
 
-_CONSTANT = (type(None), bool, int, float, str, TensorIndex)
+CONSTANT = (type(None), bool, int, float, str, TensorIndex)
+"""Types of values that are compared, and sent again only if they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Spec:
     @property
     def varies(self) -> bool:
         """Whether the tree holds values that may differ from step to step without notice."""
-        return any(not isinstance(leaf, _CONSTANT) for leaf in leaves(self.tree))
+        return any(getattr(leaf, "varies", not isinstance(leaf, CONSTANT)) for leaf in leaves(self.tree))
 
     def gradients(self) -> Spec:
         """The spec of what comes back: one gradient for each tensor that needs one."""

@@ -1,0 +1,60 @@
+"""Function modes and tensors without memory: what a stage needs to run a model's forward without most of its work."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from sternway._torch.probe import probe
+
+
+def without_subclasses() -> AbstractContextManager[Any]:
+    """A block in which subclasses of Tensor are not asked; function modes still are."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def shell(
+    kind: type[Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> Any:
+    """A tensor of a subclass that has a shape, a dtype and a device, but no memory."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+
+
+def is_innermost(mode: TorchFunctionMode) -> bool:
+    """Whether ``mode`` is the function mode that was entered last."""
+    return torch.overrides._get_current_function_mode() is mode
+
+
+@probe(
+    "Tensor._make_wrapper_subclass, torch._C.DisableTorchFunctionSubclass",
+    expected="make and read tensors without memory",
+    features=("pipeline",),
+)
+def _shells() -> bool:
+    class Shell(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise ValueError("asked")
+
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]  # torch declares it as a static method
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            raise ValueError("computed")
+
+    made = shell(Shell, (2, 3), torch.int8, torch.device("cpu"), False)
+    with without_subclasses():
+        return isinstance(made, Shell) and made.shape == (2, 3) and made.dtype is torch.int8
+
+
+@probe("torch.overrides._get_current_function_mode", expected="is the innermost mode", features=("pipeline",))
+def _innermost() -> bool:
+    mode, other = TorchFunctionMode(), TorchFunctionMode()
+    with mode:
+        first = is_innermost(mode)
+        with other:
+            return first and not is_innermost(mode)

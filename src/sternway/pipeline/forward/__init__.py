@@ -1,0 +1,1 @@
+"""Stages of an unmodified model: its own forward, cut at module calls while it runs."""

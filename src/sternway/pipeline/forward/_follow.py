@@ -1,0 +1,160 @@
+"""Following a forward: which values come out of the model's work, and how are they named so that all ranks agree?
+
+    forward     embed ── glue ── block 0 ── glue ── block 1 ── glue ── head ── glue
+    segments  0 └──── 1 ───────┘└───── 2 ─────────┘└───── 3 ─────────┘└──── 4 ─────┘
+
+The *pieces* are modules; between their calls runs *glue*, the rest of the model's code. A segment is one call of a
+piece and the glue that follows it. A value *depends* on the model's work if it comes from a piece, a parameter or a
+random number. Its *key* is the segment, the function that made it, how often that was called in the segment before, and
+the place in what it returned. Glue that depends on nothing but the batch (masks, positions) has no keys: it runs on
+every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sternway._torch.modes import is_innermost
+from sternway._torch.tensors import storage_id
+from sternway.pipeline.forward._absent import Absent, tensors_in
+from sternway.pipeline.forward._names import FROM_PYTHON, LOOKS, RANDOM, READS, function_name, python_random_state
+
+Key = tuple[int, str, int, int]
+"""Names a value: segment, function (empty for the piece), number of that call in the segment, place in the result.
+
+A place below 0 stands for an argument that the function changed: -1 for the first.
+"""
+
+PIECE = ""
+
+
+class Follower(TorchFunctionMode):
+    """A function mode that sees the glue of one forward, and is told of the calls of pieces."""
+
+    def __init__(self, kept: frozenset[int]) -> None:
+        super().__init__()
+        self.segment = 0
+        self._python = python_random_state()
+        self._aside = False  # inside a piece
+        self._kept = kept  # ids of parameters, and of buffers inside pieces
+        self._counts: Counter[str] = Counter()
+        self._keys: dict[int, tuple[weakref.ref[Tensor], Key]] = {}
+        self._written: dict[int, torch.UntypedStorage] = {}  # storages that glue changed with what depends
+
+    # What a subclass does
+
+    def free(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Glue that depends on nothing but the batch."""
+        return function(*args, **kwargs)
+
+    def read(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Glue that brings a value into Python."""
+        return function(*args, **kwargs)
+
+    def glue(self, key: Key, function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Glue that depends on the model's work."""
+        raise NotImplementedError
+
+    # What torch calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = function_name(func)
+        if self._aside or name in LOOKS:
+            return func(*args, **kwargs)
+        tensors = tensors_in(args, kwargs)
+        drawn = name in RANDOM or (name in FROM_PYTHON and python_random_state() != self._python)
+        if not drawn and not any(map(self.depends, tensors)):
+            return self.free(func, args, kwargs)
+        if name in READS:
+            return self.read(func, args, kwargs, tensors)
+        number = self._counts[name]
+        self._counts[name] += 1
+        return self.glue((self.segment, name, number, 0), func, args, kwargs, tensors)
+
+    # Keys
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on the model's work."""
+        return (
+            isinstance(tensor, Absent | nn.Parameter)
+            or id(tensor) in self._kept
+            or self.key_of(tensor) is not None
+            or tensor.requires_grad
+            or bool(self._written and _has_storage(tensor) and storage_id(tensor) in self._written)
+        )
+
+    def key_of(self, tensor: Tensor) -> Key | None:
+        """The key of a value, or None if it has none."""
+        found = self._keys.get(id(tensor))
+        return found[1] if found is not None and found[0]() is tensor else None
+
+    def name_value(self, tensor: Tensor, key: Key) -> None:
+        """Give a value its key; a value that was changed gets a new one."""
+        self._keys[id(tensor)] = weakref.ref(tensor), key
+
+    def name_written(self, tensor: Tensor) -> None:
+        """Glue changed this tensor: whatever shares its memory depends on the model's work now."""
+        if _has_storage(tensor):
+            self._written[storage_id(tensor)] = tensor.untyped_storage()
+
+    def next_segment(self) -> None:
+        """A piece is called."""
+        self.segment += 1
+        self._counts.clear()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """A block that runs without this mode, as fast as ever."""
+        outside = is_innermost(self)  # if not, another mode was entered in the forward, and this one stays under it
+        if outside:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+            if outside:
+                self.__enter__()  # type: ignore[no-untyped-call]  # torch's
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided
+
+
+PieceCall = Callable[[str, Callable[..., Any], Any, Any], Any]
+"""What is called in place of a piece's forward: with its name, that forward, and the arguments."""
+
+
+@contextmanager
+def intercepted(pieces: Mapping[str, nn.Module], call: PieceCall) -> Iterator[None]:
+    """A block in which the pieces' forwards are passed to ``call``. Hooks of the modules run as always."""
+    before = {name: vars(module).get("forward") for name, module in pieces.items()}
+    for name, module in pieces.items():
+        module.forward = _stand_in(name, module.forward, call)
+    try:
+        yield
+    finally:
+        for name, module in pieces.items():
+            own = before[name]
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+def _stand_in(name: str, forward: Callable[..., Any], call: PieceCall) -> Callable[..., Any]:
+    @wraps(forward)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return call(name, forward, args, kwargs)
+
+    return stand_in

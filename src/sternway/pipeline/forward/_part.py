@@ -1,0 +1,236 @@
+"""A whole model as stages: which piece is in which stage, and a module for each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sternway.errors import PipelineError
+from sternway.pipeline.forward._absent import like
+from sternway.pipeline.forward._flow import Call, Crossing, Flow
+from sternway.pipeline.forward._follow import Key
+from sternway.pipeline.forward._own_loss import LABELS, filled, find_rule, loss_of
+from sternway.pipeline.forward._record import names_of_kept, record, untouched
+from sternway.pipeline.forward._shield import Shield
+from sternway.pipeline.forward._stage_run import Message, StageRun, StageTask, Trail
+from sternway.pipeline.transport._payload import TensorIndex, pack
+
+SHARES = "sternway_shares"
+"""The keyword argument of the first stage with a microbatch's shares of the labels; see ``_own_loss.py``."""
+_SHARES_LEAF = -1
+
+
+class CutModel:
+    """A model, its pieces, and the stage of each call of a piece.
+
+    Args:
+        model: the whole model.
+        pieces: the names of its pieces.
+        stage_of_call: the stage of each call; the number -1 stands for all calls of a piece.
+        flow: what a forward showed; None to look at the first batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, pieces: Sequence[str], stage_of_call: Mapping[Call, int], flow: Flow | None
+    ) -> None:
+        self.model, self.stage_of_call = model, dict(stage_of_call)
+        self.pieces = {name: model.get_submodule(name) for name in pieces}
+        self.last = max(stage_of_call.values(), default=0)
+        names = names_of_kept(model, self.pieces)
+        self.kept = frozenset(names)
+        self.crossing: Crossing | None = None
+        self._flow = flow
+        self._release: set[int] | None = None  # the stages to keep, once the whole model is not needed any more
+        self.stages_of = self._stages_of(names, flow)
+        if flow is not None:
+            self.crossing = flow.crossing(self.stage_of_call)
+
+    def _stages_of(self, names: Mapping[int, Sequence[str]], flow: Flow | None) -> dict[int, set[int]]:
+        """The stages that hold each parameter and each buffer of a piece, by the tensor's id."""
+        found: dict[int, set[int]] = {key: set() for key in names}
+        if flow is not None:
+            stage_of = flow.stages(self.stage_of_call)
+            for key, aliases in names.items():
+                found[key] = {stage_of[segment] for name in aliases for segment in flow.kept.get(name, ())}
+        for (name, _), stage in self.stage_of_call.items():
+            for tensor in [*self.pieces[name].parameters(), *self.pieces[name].buffers()]:
+                if flow is None or not found[id(tensor)]:
+                    found[id(tensor)].add(stage)
+        everywhere = set(range(self.last + 1)) if flow is None else {0}
+        return {key: stages or everywhere for key, stages in found.items()}
+
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossing:
+        """What crosses the cuts: as is known, or else as one forward of this batch shows."""
+        if self.crossing is None:
+            self._flow = flow = record(self.model, self.pieces, args, kwargs)
+            names = {
+                name: key for key, all_names in names_of_kept(self.model, self.pieces).items() for name in all_names
+            }
+            stage_of = flow.stages(self.stage_of_call)
+            for name, segments in flow.kept.items():
+                elsewhere = {stage_of[segment] for segment in segments} - self.stages_of[names[name]]
+                if elsewhere:
+                    raise PipelineError(
+                        f"{name} is used in stage {min(elsewhere)}, but was given to another",
+                        got=f"stages {sorted(self.stages_of[names[name]])}",
+                        fix="pass sample=, one microbatch, from which it is found who uses what",
+                    )
+            self.crossing = flow.crossing(self.stage_of_call)
+            if self._release is not None:
+                self.release(self._release)
+        return self.crossing
+
+    def crosses(self) -> list[list[str]] | None:
+        """What crosses each cut, in words; None if it is not known yet."""
+        if self.crossing is None or self._flow is None:
+            return None
+        return [[self._flow.describe(key) for key in sorted(keys)] for keys in self.crossing.values]
+
+    def ties(self) -> list[list[str]]:
+        """Parameters that have several names, or are in several stages: all names of each."""
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return [group for key, group in names.items() if len(group) > 1 or len(self.stages_of[key]) > 1]
+
+    def release(self, stages: set[int]) -> None:
+        """Free what other stages hold than these. If the first batch is still to be looked at, do so afterwards."""
+        if self.crossing is None and 0 in stages:
+            self._release = stages
+            return
+        for module in self.model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if id(parameter) in self.stages_of and not self.stages_of[id(parameter)] & stages:
+                    setattr(module, name, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                if id(buffer) in self.stages_of and not self.stages_of[id(buffer)] & stages:
+                    setattr(module, name, buffer.detach().to("meta"))
+        self.kept = frozenset(names_of_kept(self.model, self.pieces))
+        self.stages_of = {}  # by the ids of tensors that may be gone
+
+    def parts(self) -> list[ModelPart]:
+        """A module for each stage."""
+        return [ModelPart(self, stage) for stage in range(self.last + 1)]
+
+
+class ModelPart(nn.Module):
+    """One stage of a whole model. It holds the stage's parameters and buffers, by their names in the whole model.
+
+    The first stage is called with the arguments of the model, every other one with what the stage before returned. The
+    last one returns what the model does.
+    """
+
+    def __init__(self, cut: CutModel, stage: int) -> None:
+        super().__init__()
+        self._fill(cut, stage)
+        self._cut = (cut,)  # in a tuple, so that the whole model is not a submodule
+        self._stage = stage
+        self._shields = Shield(), Shield()
+        self._rule: int | None = None  # how the model's own loss averages, once it is known
+        self.begun: float | None = None  # when the stage's own work of the last forward began
+        self.uses_own_loss = False  # whether the model itself computes the loss, in the last stage
+        self.weight: Tensor | None = None  # of the last microbatch in the model's own loss, in the last stage
+        super().train(cut.model.training)
+
+    def _fill(self, cut: CutModel, stage: int) -> None:
+        """Take the stage's pieces, what it holds besides them, and the buffers that are outside of pieces."""
+        own = [name for (name, _), where in cut.stage_of_call.items() if where == stage]
+        for name in dict.fromkeys(own):
+            self._holder(name).add_module(name.rpartition(".")[2], cut.pieces[name])
+        for name, parameter in cut.model.named_parameters(remove_duplicate=False):
+            if stage in cut.stages_of[id(parameter)] and not _within(name, own):
+                self._holder(name).register_parameter(name.rpartition(".")[2], parameter)
+        for path, module in cut.model.named_modules(remove_duplicate=False):
+            for short, buffer in module.named_buffers(recurse=False):
+                name = f"{path}.{short}" if path else short
+                if stage in cut.stages_of.get(id(buffer), (stage,)) and not _within(name, own):
+                    persistent = short in module.state_dict(keep_vars=True) if _plain(module) else True
+                    self._holder(name).register_buffer(short, buffer, persistent=persistent)
+
+    def _holder(self, name: str) -> nn.Module:
+        """The module that holds what is called ``name``: as in the whole model, but empty unless it is a piece."""
+        holder: nn.Module = self
+        for step in name.split(".")[:-1]:
+            if step not in dict(holder.named_children()):
+                holder.add_module(step, nn.Module())
+            holder = holder.get_submodule(step)
+        return holder
+
+    def train(self, mode: bool = True) -> ModelPart:
+        """Set the mode of the whole model, whose code between the pieces runs in every stage."""
+        super().train(mode)
+        self._cut[0].model.train(mode)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run this stage's part of the model's forward."""
+        cut, task = self._cut[0], self._task()
+        if task.stage == 0:
+            shares = kwargs.pop(SHARES, None)
+            spec, tensors = pack((args, kwargs))
+            batch = dict(enumerate(tensors)) | ({} if shares is None else {_SHARES_LEAF: shares})
+            crossing = cut.look(args, kwargs)
+            values, trail = {}, Trail(spec.tree, [like(tensor) for tensor in tensors], crossing, [])
+        else:
+            batch, values, trail = args
+        if task.stage == task.last and self.uses_own_loss:
+            self.weight = self._own_weight(task, batch, values, trail)
+            if self._rule is not None and (leaf := _labels_leaf(trail)) is not None:
+                batch = batch | {leaf: filled(batch[leaf], self._rule)}
+        for shield in self._shields:
+            shield.clear()
+        run = StageRun(task, self._shields[0].give(batch), self._shields[1].give(values), trail)
+        result, made, noted = run.run()
+        self.begun = run.begun
+        for shield in self._shields:
+            shield.check()
+        if task.stage == task.last:
+            return result
+        crossing = trail.crossing
+        on = {key: tensor for key, tensor in values.items() if key in crossing.values[task.stage]} | made
+        passed = crossing.batch[task.stage] | {_SHARES_LEAF}
+        rest = {leaf: tensor for leaf, tensor in batch.items() if leaf in passed}
+        message: Message = rest, on, Trail(trail.batch, trail.likes, crossing, [*trail.segments, *noted])
+        return message
+
+    def _task(self) -> StageTask:
+        cut = self._cut[0]
+        tensors = chain(self.parameters(), self.buffers())
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        return StageTask(cut.model, cut.pieces, self._stage, cut.last, cut.stage_of_call, cut.kept, device)
+
+    def _own_weight(
+        self, task: StageTask, batch: dict[int, Tensor], values: dict[Key, Tensor], trail: Trail
+    ) -> Tensor | None:
+        """The weight of this microbatch in the model's own loss; None if it is not known."""
+        shares, labels = batch.get(_SHARES_LEAF), _labels_leaf(trail)
+        if shares is None or labels is None:
+            return None
+        if self._rule is None:
+
+            def loss_with(other: Tensor) -> Tensor:
+                changed = {leaf: tensor.clone() for leaf, tensor in batch.items()} | {labels: other}
+                with torch.no_grad(), untouched(self):
+                    copies = {key: value.clone() for key, value in values.items()}
+                    return loss_of(StageRun(task, changed, copies, trail).run()[0])
+
+            self._rule = find_rule(batch[labels], loss_with)
+        return shares[self._rule]
+
+
+def _labels_leaf(trail: Trail) -> int | None:
+    """Which tensor of the batch has the labels."""
+    found = trail.batch[1].get(LABELS)
+    return found.index if isinstance(found, TensorIndex) else None
+
+
+def _within(name: str, pieces: Sequence[str]) -> bool:
+    return any(name.startswith(f"{piece}.") for piece in pieces)
+
+
+def _plain(module: nn.Module) -> bool:
+    return type(module).state_dict is nn.Module.state_dict

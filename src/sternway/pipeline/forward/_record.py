@@ -1,0 +1,284 @@
+"""One forward of the whole model, to find out which values its later parts use. Nothing of the model is changed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sternway._torch.tensors import storage_id, version_of
+from sternway.errors import PipelineError
+from sternway.pipeline.forward._absent import tensors_in
+from sternway.pipeline.forward._flow import Flow, Obstacle
+from sternway.pipeline.forward._follow import PIECE, Follower, Key, intercepted
+from sternway.pipeline.forward._names import FROM_PYTHON, RANDOM, function_name, user_line
+from sternway.pipeline.transport._payload import pack, unpack
+
+_OUTPUT = "return what other code needs, or pass the stages yourself, as {index: module}"
+
+
+def record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
+    """Run ``model`` in its mode, and follow its values; then in the other mode, to know what that one uses besides.
+
+    Raises:
+        PipelineError: if the forward fails.
+    """
+    try:
+        flow = _record(model, pieces, args, kwargs)
+    except PipelineError:
+        raise
+    except Exception as error:
+        raise PipelineError(
+            "the sample must go through the model, forward and backward",
+            got=f"{type(error).__name__}: {error}",
+            fix="pass one microbatch: a tensor, a tuple of arguments, or a dict of keyword arguments",
+        ) from error
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(not model.training)
+    with suppress(Exception):  # a model may not be made for that mode, or that batch
+        flow.add(_record(model, pieces, args, kwargs))
+    for module, mode in modes:
+        module.training = mode
+    return flow
+
+
+def _record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
+    spec, tensors = pack((args, kwargs))
+    own = [tensor.clone() for tensor in tensors]  # the forward may change them
+    twice = {id(tensor): copy for tensor, copy in zip(tensors, own, strict=True)}
+    tensors = [twice[id(tensor)] for tensor in tensors]
+    args, kwargs = unpack(spec, tensors)
+    recorder = Recorder(model, pieces, tensors)
+    with untouched(model), torch.no_grad(), intercepted(pieces, recorder.call), recorder:
+        result = model(*args, **kwargs)
+    recorder.use(tensors_in(result))
+    return recorder.flow
+
+
+class Recorder(Follower):
+    """Follows a forward whose pieces all run, and notes in ``flow`` what uses what."""
+
+    def __init__(self, model: nn.Module, pieces: Mapping[str, nn.Module], batch: list[Tensor]) -> None:
+        self._names = names_of_kept(model, pieces)
+        super().__init__(frozenset(self._names))
+        self.flow = Flow()
+        self._pieces = pieces
+        self._batch: dict[int, list[int]] = {}  # one tensor may be several arguments
+        for leaf, tensor in enumerate(batch):
+            self._batch.setdefault(id(tensor), []).append(leaf)
+        self._buffers = {id(buffer): name for name, buffer in model.named_buffers() if id(buffer) not in self._names}
+        self._numbers: Counter[str] = Counter()
+        self._values: dict[int, Tensor] = {}  # all values that have a key, so that no id is used twice
+        self._writes: dict[int, tuple[int, int]] = {}  # storage: the segment that last changed it, and through what
+        self._made_inside: dict[int, tuple[Tensor, int]] = {}  # made by a piece, and perhaps not returned
+        self._random: set[Key] = set()
+        self._aliases: dict[
+            int, list[Key]
+        ] = {}  # of values that a function returned as they are: the keys it gave them
+
+    # Pieces
+
+    def call(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A piece is called."""
+        if self._aside:  # inside another one
+            self._use_kept(self._pieces[name])
+            return forward(*args, **kwargs)
+        self.flow.calls.append((name, self._numbers[name]))
+        self._numbers[name] += 1
+        self.next_segment()
+        self.use(tensors_in(args, kwargs))
+        self._use_kept(self._pieces[name])
+        versions = {key: version_of(tensor) for key, tensor in self._values.items()}
+        state = [(buffer, version_of(buffer)) for buffer in self._pieces[name].buffers()]
+        self._aside = True
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            self._aside = False
+        for key, version in versions.items():
+            if version_of(self._values[key]) != version:
+                self._writes[storage_id(self._values[key])] = self.segment, 0
+        if self._numbers[name] > 1 and any(version_of(buffer) != version for buffer, version in state):
+            self._forbid(
+                f"{name} is called twice and changes its buffers, so both calls must be in one stage",
+                self._first_call(name),
+                self.segment,
+                "cut before or after both",
+            )
+        self._name_all((self.segment, PIECE, 0, 0), tensors_in(result))
+        return result
+
+    def _first_call(self, name: str) -> int:
+        return 1 + self.flow.calls.index((name, 0))
+
+    def _use_kept(self, module: nn.Module) -> None:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            for name in self._names.get(id(tensor), ()):
+                self.flow.kept.setdefault(name, set()).add(self.segment)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._aside:
+            return super().__torch_function__(func, types, args, kwargs)
+        for tensor in tensors_in(args, kwargs):
+            for name in self._names.get(id(tensor), ()):
+                self.flow.kept.setdefault(name, set()).add(self.segment)
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            if self.key_of(tensor) is None and id(tensor) not in self._names and id(tensor) not in self._batch:
+                self._made_inside[id(tensor)] = tensor, self.segment
+        return result
+
+    # Glue
+
+    def free(self, function: Any, args: Any, kwargs: Any) -> Any:
+        tensors = tensors_in(args, kwargs)
+        for tensor in tensors:
+            for leaf in self._batch.get(id(tensor), ()):
+                self.flow.batch_free.setdefault(leaf, self.segment)
+            self._check_inside(tensor)
+        before = [version_of(tensor) for tensor in tensors]
+        states = [torch.get_rng_state()]
+        result = function(*args, **kwargs)
+        if not torch.equal(states[0], torch.get_rng_state()):
+            self._forbid(
+                f"{function_name(function)} draws random numbers outside of the model's modules, which no two ranks "
+                "would draw alike",
+                self.segment,
+                None,
+                "draw them inside a module",
+            )
+        self._note_buffers(tensors, before)
+        return result
+
+    def read(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        self.use(tensors)
+        keys = [self.key_of(tensor) for tensor in tensors if self.depends(tensor)]
+        if all(key is not None and key in self._random for key in keys):
+            self.flow.of_all.update(key for key in keys if key is not None)
+        else:
+            self._forbid(
+                f"code between the modules reads a value that they computed ({function_name(function)}), and code "
+                "of a later stage would have to take the same way",
+                self.segment,
+                None,
+                "cut after it, or move it into a module",
+            )
+        return function(*args, **kwargs)
+
+    def glue(self, key: Key, function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        self.use(tensors)
+        before = [version_of(tensor) for tensor in tensors]
+        sources = [self.key_of(tensor) for tensor in tensors if self.depends(tensor)]
+        result = function(*args, **kwargs)
+        self._note_buffers(tensors, before)
+        made = [tensor for tensor in tensors_in(result) if all(tensor is not other for other in tensors)]
+        written = [i for i, tensor in enumerate(tensors) if version_of(tensor) != before[i]]
+        self._name_all(key, tensors_in(result), skip=tensors)
+        for place in written:
+            self._writes[storage_id(tensors[place])] = self.segment, id(tensors[place])
+            self.name_written(tensors[place])
+            self._name(tensors[place], (*key[:3], -1 - place))
+        if all(source is not None and source in self._random for source in sources) and (
+            sources or key[1] in RANDOM | FROM_PYTHON
+        ):
+            self._random.update(found for tensor in made if (found := self.key_of(tensor)) is not None)
+        return result
+
+    def _note_buffers(self, tensors: list[Tensor], before: list[int]) -> None:
+        for tensor, version in zip(tensors, before, strict=True):
+            if version_of(tensor) != version and id(tensor) in self._buffers:
+                self._forbid(
+                    f"code between the modules changes the buffer {self._buffers[id(tensor)]}, and every stage runs it",
+                    0,
+                    None,
+                    "change it inside a module",
+                )
+
+    # Values
+
+    def use(self, tensors: list[Tensor]) -> None:
+        """This segment uses these."""
+        for tensor in tensors:
+            key = self.key_of(tensor)
+            if key is not None:
+                for each in (key, *self._aliases.get(id(tensor), ())):
+                    self.flow.uses.setdefault(each, set()).add(self.segment)
+                self._check_alias(tensor, key)
+            elif id(tensor) in self._batch:
+                for leaf in self._batch[id(tensor)]:
+                    self.flow.batch_used.setdefault(leaf, set()).add(self.segment)
+            elif id(tensor) in self._names:
+                for name in self._names[id(tensor)]:
+                    self.flow.kept.setdefault(name, set()).add(self.segment)
+            else:
+                self._check_inside(tensor)
+                if type(tensor) is Tensor and (write := self._writes.get(storage_id(tensor))) is not None:
+                    self._forbid(_SHARED, write[0], self.segment, _SHARED_FIX)
+
+    def _check_inside(self, tensor: Tensor) -> None:
+        inside = self._made_inside.get(id(tensor))
+        if inside is not None and inside[0] is tensor:
+            name = self.flow.calls[inside[1] - 1][0]
+            for made in (inside[1], self.segment):  # later stages would not find it either
+                self._forbid(f"{name} makes a value that other code uses, but does not return it", made, None, _OUTPUT)
+
+    def _check_alias(self, tensor: Tensor, key: Key) -> None:
+        """A value that was changed through another tensor, in a stage that has its own copy of it, is not changed."""
+        write = self._writes.get(storage_id(tensor)) if type(tensor) is Tensor else None
+        if write is not None and write[1] != id(tensor) and write[0] > key[0]:
+            self._forbid(_SHARED, key[0], write[0], _SHARED_FIX)
+
+    def _name_all(self, key: Key, results: list[Tensor], skip: list[Tensor] | None = None) -> None:
+        for place, tensor in enumerate(results):
+            if all(tensor is not other for other in skip or ()):
+                self._name(tensor, (*key[:3], place))
+            else:  # as dropout does in evaluation
+                self._aliases.setdefault(id(tensor), []).append((*key[:3], place))
+
+    def _name(self, tensor: Tensor, key: Key) -> None:
+        if id(tensor) in self._names:
+            return
+        self.name_value(tensor, key)
+        self._aliases.pop(id(tensor), None)
+        self._values[id(tensor)] = tensor
+        self._made_inside.pop(id(tensor), None)
+
+    def _forbid(self, what: str, made: int, used: int | None, fix: str) -> None:
+        self.flow.obstacles.append(Obstacle(what, made, used, user_line(), fix))
+
+
+_SHARED = "a value is changed in place through another tensor that shares its memory, in another stage"
+_SHARED_FIX = "cut before both or after both, or change a copy"
+
+
+def names_of_kept(model: nn.Module, pieces: Mapping[str, nn.Module]) -> dict[int, list[str]]:
+    """All names of each parameter, and of each buffer inside a piece, by the tensor's id."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    inside = {id(buffer) for piece in pieces.values() for buffer in piece.buffers()}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if id(buffer) in inside:
+            names.setdefault(id(buffer), []).append(name)
+    return names
+
+
+@contextmanager
+def untouched(*modules: nn.Module) -> Iterator[None]:
+    """A block after which buffers and random number generators are as they were before."""
+    tensors = [tensor for module in modules for tensor in [*module.parameters(), *module.buffers()]]
+    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}.values()
+    before = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in buffers]
+    with torch.random.fork_rng(devices=list({tensor.device for tensor in tensors if tensor.device.type == "cuda"})):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, version, value in before:
+                    # batch norm writes its statistics without counting up their version
+                    if version_of(buffer) != version or not torch.equal(buffer, value):
+                        buffer.copy_(value)

@@ -1,0 +1,77 @@
+"""Models that nobody here wrote, unmodified, through a pipeline: the loss, gradients and buffers of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from sternway.errors import PipelineError
+from zoo.entry import Entry
+from zoo.models import MODELS
+from zoo.steps import assert_pipeline_equals_backward, in_one_process, step
+
+BFLOAT16 = {"rtol": 3e-2, "atol": 2e-3}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "auto"])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_a_plain_backward(name: str, schedule: str) -> None:
+    assert_pipeline_equals_backward(MODELS[name], MODELS[name].make(), schedule)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if entry.refused is not None])
+def test_a_loss_that_microbatches_would_change_is_refused(name: str) -> None:
+    entry = MODELS[name]
+    pipe = in_one_process(dataclasses.replace(entry, refused=None), entry.make(), "zb-h1")
+    with pytest.raises(PipelineError, match=f"{entry.refused}.*Fix: pass loss_fn="):
+        step(dataclasses.replace(entry, refused=None), pipe)
+
+
+def checkpointed(entry: Entry) -> nn.Module:
+    model = entry.make()
+    if entry.family == "diffusion":
+        model.enable_gradient_checkpointing()
+    else:
+        model.gradient_checkpointing_enable()
+    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    return model
+
+
+CHECKPOINTED = ["llama", "gpt2-tied", "mixtral", "mamba", "t5-tied", "bert", "vit", "whisper", "lora-llama", "dit"]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+def test_under_gradient_checkpointing(name: str) -> None:
+    assert_pipeline_equals_backward(MODELS[name], checkpointed(MODELS[name]), "zb-v")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2-tied", "mixtral", "bert", "t5-tied", "vit", "lora-llama", "dit"])
+def test_under_bfloat16_autocast(name: str) -> None:
+    # Sums of bfloat16 numbers in another order differ, so the plain backward takes the same microbatches where it may.
+    even = name in ("bert", "t5-tied", "vit", "dit")
+    with torch.autocast("cpu", torch.bfloat16):
+        entry = dataclasses.replace(MODELS[name], coupled=even)
+        assert_pipeline_equals_backward(entry, entry.make(), "zb-h1", **BFLOAT16)
+
+
+def test_a_model_that_reads_its_own_values_between_modules_is_refused() -> None:
+    class Early(nn.Module):
+        """Leaves early when it is sure: as CALM and DeeBERT do."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+                if x.max() > 100:
+                    return x
+            return x
+
+    entry = Entry("early", "own", Early, lambda rows: {"x": torch.randn(rows, 8)}, lambda rows: torch.zeros(rows, 8))
+    with pytest.raises(PipelineError, match=r"reads a value that they computed .*if x.max\(\) > 100"):
+        in_one_process(entry, entry.make(), "1f1b")
