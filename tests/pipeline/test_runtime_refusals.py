@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy
@@ -15,6 +16,7 @@ from compare import assert_same_grads
 from sternway import pipeline
 from sternway.errors import PipelineError
 from sternway.pipeline import LocalTransport, Pipeline
+from sternway.pipeline.step._random import seed_forward, step_seed
 
 DIM = 6
 X = torch.linspace(-1, 1, 4 * DIM).view(4, DIM)
@@ -32,13 +34,20 @@ def build(model: nn.Module, microbatches: int = 1, **options: Any) -> Pipeline:
 
 
 def assert_step_equals_plain(model: nn.Module, *, microbatches: int = 1, **options: Any) -> Pipeline:
-    """One microbatch, so that random numbers are drawn in the same order."""
+    """One microbatch, and each stage draws the random numbers that the pipeline's does."""
     reference = copy.deepcopy(model)
     pipe = build(model, microbatches, **options)
     torch.manual_seed(3)
     result = pipe.step(X, target=X)
-    torch.manual_seed(3)
+    begin = partial(seed_forward, step_seed(0), microbatch=0, device=torch.device("cpu"))
+    handles = [
+        reference.get_submodule(name).register_forward_pre_hook(lambda *_, stage=stage: begin(stage=stage))
+        for stage, name in enumerate(pipe._plan.cuts or (), start=1)
+    ]
+    begin(stage=0)
     loss = F.mse_loss(reference(X), X)
+    for handle in handles:
+        handle.remove()
     loss.backward()
     torch.testing.assert_close(result.loss, loss.detach())
     assert_same_grads(model, reference, rtol=1e-4, atol=1e-6)

@@ -127,8 +127,10 @@ class Stage:
             weight = self.module.weight if microbatch.weight < 1 else 1.0
             if weight is None and torch.is_grad_enabled():
                 raise no_shares()
+            if weight is None:
+                return None
             loss = not_half(loss_of(output))
-            return None if weight is None else (loss * weight).to(loss.dtype)
+            return (loss * weight).to(loss.dtype)
         if self.loss_fn is None or microbatch.target is None:
             return None
         _check_rows(output, microbatch)
