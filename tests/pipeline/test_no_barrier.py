@@ -99,7 +99,7 @@ def test_a_timeline_needs_no_other_rank_to_look() -> None:
 
 def run_mismatch(rank: int, last: dict[str, Any], message: str) -> None:
     """The last rank calls ``step`` with other arguments: it says so, and the others hear of it in the same step."""
-    pipe = Pipeline({rank: layers()[rank]}, schedule="1f1b", n_microbatches=2, loss_fn=F.mse_loss, heartbeat_timeout=5)
+    pipe = Pipeline({rank: layers()[rank]}, schedule="1f1b", n_microbatches=2, loss_fn=F.mse_loss)
     x, target = torch.randn(4, DIM), torch.randn(4, DIM)
     pipe.step(x, target=target)
     here = {"target": target, **(last if rank == STAGES - 1 else {})}
@@ -124,7 +124,7 @@ def test_a_mismatch_is_an_error_on_every_rank(last: dict[str, Any], message: str
 
 def run_no_optimizer_step(rank: int) -> None:
     module = layers()[rank]
-    pipe = Pipeline({rank: module}, schedule="1f1b", n_microbatches=2, loss_fn=F.mse_loss, heartbeat_timeout=5)
+    pipe = Pipeline({rank: module}, schedule="1f1b", n_microbatches=2, loss_fn=F.mse_loss)
     x, target = torch.randn(4, DIM), torch.randn(4, DIM)
     pipe.step(x, target=target)
     if rank != 1:
