@@ -92,7 +92,7 @@ def scaler(rank: int, device: str) -> None:
     stages, reference = stages_of(blocks, device)
     mine, theirs = GradScaler(device, init_scale=64.0), torch.amp.GradScaler(device, init_scale=64.0)
     pipe = Pipeline({rank: stages[rank]}, schedule="1f1b", n_microbatches=COUNT, loss_fn=F.mse_loss, scaler=mine)
-    optimizers = [torch.optim.AdamW(each.parameters(), 0.01) for each in (stages[rank], reference)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (stages[rank], reference)]
     for number in range(4):
         x, target = batch(device)
         result = pipe.step(x, target=target, loss_everywhere=True)

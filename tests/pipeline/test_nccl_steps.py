@@ -30,7 +30,7 @@ def run_optimizer(rank: int, ranks: int) -> None:
     """Optimizer steps on trial, kept and clipped, and clipping that waits: no call waits on the host."""
     mine, reference = blocks(ranks), nn.Sequential(*blocks(ranks))
     pipe = Pipeline({rank: mine[rank]}, schedule="zb-h1", n_microbatches=2 * ranks, loss_fn=F.mse_loss)
-    optimizers = [torch.optim.AdamW(each.parameters(), 1e-3, weight_decay=0.0) for each in (mine[rank], reference)]
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (mine[rank], reference)]
     x, target = batch(4 * ranks)
     for number in range(3):
         with no_waits() if number else nullcontext():

@@ -57,6 +57,10 @@ class Trial:
         self._grads = [p.grad for p in self._parameters]
         self._drop_grads()
 
+    def wait(self) -> None:
+        """Wait for the norm over all ranks."""
+        self._squares()
+
     def settle(self) -> Verdict:
         """Wait for the norm over all ranks; keep the step, repeat it with clipped gradients, or undo it."""
         norm = torch.tensor(sum(row[0] for row in self._squares()), dtype=torch.float64).sqrt().float()

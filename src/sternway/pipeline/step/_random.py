@@ -38,8 +38,10 @@ def own_random_numbers(device: torch.device) -> Iterator[None]:
 
 
 def _generators(device: torch.device) -> list[torch.Generator]:
-    on_gpu = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
-    return [torch.default_generator, *on_gpu]
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
 def _mixed(*numbers: int) -> int:

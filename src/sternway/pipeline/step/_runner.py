@@ -213,21 +213,22 @@ class StepRunner:
         A large norm is often followed by another. Then the gradients are clipped at once, over all ranks, since to run
         a step twice costs more than to wait.
         """
+        self._guard.check_open("an optimizer step")
         self.settle()
+        clip = self._clips and max_norm is not None
         with self._guard.other_ranks():
             squares = self._transport.gather_later(to_host(self._gradients.square_norm()))
-            clip = self._clips and max_norm is not None
             if clip and max_norm is not None:
                 self._gradients.clip(max_norm)
-            self._trial = Trial(optimizer, squares, max_norm, on_nonfinite, clip)
+        self._trial = Trial(optimizer, squares, max_norm, on_nonfinite, clip)
 
     def settle(self) -> None:
         """If an optimizer step is on trial, agree on it now."""
         trial = self._trial
         if trial is not None:
             with self._guard.other_ranks():
-                verdict = self._verdict()
-            if verdict == "nonfinite":
+                trial.wait()
+            if self._verdict() == "nonfinite":
                 self._reject(trial.on_nonfinite)
 
     def _verdict(self) -> Verdict:

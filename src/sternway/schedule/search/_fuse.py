@@ -1,4 +1,4 @@
-"""Join I and W into whole backwards, wherever the step gets no longer by it.
+"""Join I and W into whole backwards, wherever the step gets no longer by it: ``Timeline.span``, then the makespan.
 
 Why: a whole backward costs less than its two halves, and most W of a step fill no gap. Where a rank runs I and W of a
 microbatch close together anyway, joining them shortens its work; where another rank waits for I, it would lengthen the
@@ -57,9 +57,12 @@ def fuse(schedule: Schedule, costs: Costs) -> Schedule:
 
 
 def length(schedule: Schedule, costs: Costs) -> tuple[float, float]:
-    """Return what to compare schedules by: makespan, then the longest span of a rank, rounded to nine digits."""
+    """Return what to compare schedules by: the longest span of a rank, then the makespan, rounded to nine digits.
+
+    No barrier separates steps, so a step costs what its longest rank takes from its first start to its last end.
+    """
     timeline = simulate(schedule, costs)
-    return float(f"{timeline.makespan:.9g}"), float(f"{timeline.span:.9g}")
+    return float(f"{timeline.span:.9g}"), float(f"{timeline.makespan:.9g}")
 
 
 def _settle(

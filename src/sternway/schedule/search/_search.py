@@ -65,8 +65,8 @@ def search(
     """Return the best schedule found for these costs that stays within the memory limit.
 
     The best schedule has the shortest ``Timeline.span``, the longest time of a rank from its first start to its last
-    end; among equals, the shortest makespan. With ``costs.B`` it is the other way round. ``lower_bound`` with the same
-    arguments says how much better any schedule could be.
+    end; among equals, the shortest makespan. ``lower_bound`` with the same arguments says how much better any schedule
+    could be.
 
     Example:
         >>> from sternway.schedule import Costs
