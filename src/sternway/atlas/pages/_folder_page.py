@@ -18,12 +18,12 @@ from sternway.atlas.pages._blocks import (
     To,
     Words,
     cut,
-    prose,
     section,
     sections,
     sentence,
     table,
 )
+from sternway.atlas.pages._prose import prose
 from sternway.atlas.read._tree import FileProblem
 from sternway.atlas.relate._context import Relations
 from sternway.atlas.relate._order import shortest_cycle
@@ -67,7 +67,7 @@ class Folder:
                     Items(
                         (
                             (To("doc", self.path, "Overview"), ": languages, dependencies, training facts, security"),
-                            (To("sub", self.path, "Keywords"), ": every identifier and word below this folder"),
+                            (To("sub", self.path, "Definitions"), ": every name that is defined below this folder, by letter"),
                         )
                     ),
                 ),

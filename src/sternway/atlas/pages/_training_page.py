@@ -28,6 +28,9 @@ _KINDS = (
     "scheduler",
     "loss",
     "backward",
+    "hook",
+    "saved tensors",
+    "activation checkpoint",
     "gradient clipping",
     "mixed precision",
     "compile",
@@ -60,7 +63,7 @@ def training(about: About) -> Section | None:
     groups = about.groups("training")
     ordered = {kind: groups[kind] for kind in _KINDS if kind in groups}
     blocks.append(table(("kind", "call", "more", "where"), about.rows(ordered)))
-    return section("Training", *blocks)
+    return section("Training and backward", *blocks)
 
 
 def _module(about: About, module: ModuleFacts) -> Block:
@@ -76,10 +79,8 @@ def _module(about: About, module: ModuleFacts) -> Block:
 
 
 def measured(about: About) -> Section | None:
-    if not about.context.modules:
-        return None
     if not about.context.measured:
-        return section("Measured", sentence("Not measured. ", "Run with --measure path.py:function to measure."))
+        return None
     record = json.loads(about.context.measured)
     rows = [
         (

@@ -72,7 +72,7 @@ def _griffe_version() -> str:
 
 def facts_file(out: Path, path: str) -> Path:
     name = hashlib.sha256(os.fsencode(path)).hexdigest()
-    return out / MARK / "facts" / name[:2] / f"{name[2:24]}.json"
+    return out / MARK / "facts" / name[:2] / f"{name[2:24]}.json.z"
 
 
 def write(path: Path, text: str | bytes) -> tuple[str, int, bool]:
