@@ -14,7 +14,7 @@ import re
 import urllib.parse
 
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._+\-]")
-_OURS = re.compile(r"(index|doc|sub(_[a-z0-9]+)?|reading|backward)\.(md|html)|.*_(docs|kw|source)\.(md|html)|_site|\.atlas")
+_OURS = re.compile(r"(index|doc|sub(\.\d+)?|reading(_\d+)?|backward)\.(md|html)|.*_(docs|kw(\.\d+)?|source)\.(md|html)|_site|\.atlas")
 _LONGEST = 180
 _cached = functools.lru_cache(maxsize=1 << 16)  # the same few thousand paths are asked for millions of times
 
@@ -77,4 +77,4 @@ def anchor_of(name: str) -> str:
 def source_link(page: str, base: str, path: str) -> str:
     """The link from a Markdown page to a source file. ``base``: an address, or a path relative to the output folder."""
     whole = f"{base.rstrip('/')}/{urllib.parse.quote(os.fsencode(path))}"
-    return whole if "://" in base else link(page, whole)
+    return whole if "://" in base else "../" * page.count("/") + whole

@@ -27,6 +27,7 @@ class About(NamedTuple):
     excerpts: Mapping[UsageSite, str]
     names: Names  # what mentioned names mean
     defined: Mapping[str, Definition]  # the first definition of each name
+    members: Mapping[str, tuple[tuple[str, str, int], ...]]  # of each class: last part, whole name, line
 
     def at(self, line: int) -> At:
         return At(self.path, line, f"line {line}")

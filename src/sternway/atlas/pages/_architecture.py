@@ -25,8 +25,8 @@ from sternway.atlas.pages._blocks import (
     table,
 )
 
-_SIDE = 8  # boxes on each side of an import diagram
-_INSIDE, _OUTSIDE = 14, 6  # boxes of a call diagram: of this file, of others
+_SIDE = 7  # boxes on each side of an import diagram
+_INSIDE, _OUTSIDE = 12, 5  # boxes of a call diagram: of this file, of others
 _SHOWN = 15  # rows of a list before it is folded
 
 

@@ -18,6 +18,10 @@ class Strong(NamedTuple):
     text: str
 
 
+class Emphasis(NamedTuple):
+    text: str
+
+
 class At(NamedTuple):
     """A link to a line of a source file."""
 
@@ -50,7 +54,7 @@ class Url(NamedTuple):
     text: str
 
 
-Inline: TypeAlias = str | Code | Strong | At | To | Ref | Url
+Inline: TypeAlias = str | Code | Strong | Emphasis | At | To | Ref | Url
 Words: TypeAlias = tuple[Inline, ...]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from sternway.atlas._records import Definition
@@ -22,9 +23,11 @@ from sternway.atlas.pages._blocks import (
     table,
 )
 from sternway.atlas.pages._docstring_page import described
-from sternway.atlas.pages._prose import prose
+from sternway.atlas.pages._prose import Names, prose
+from sternway.atlas.relate._resolve import Symbol
 
 _WIDEST = 92  # characters of a signature on one line
+_PARAMETER = re.compile(r"\b([^\W\d]\w*)\b(?=\s*[:,=)])")
 _CLASSES = frozenset(("class", "struct", "union", "interface", "enum", "namespace", "type"))
 _LABELS = {"property": "property", "cached_property": "property", "classmethod": "class method", "staticmethod": "static method"}
 
@@ -94,7 +97,18 @@ def _article(about: About, items: list[Definition], level: int) -> Iterator[Bloc
         yield Paragraph((about.span(item),))
         if item.doc and item.doc not in seen:
             seen.add(item.doc)
-            yield from described(item.doc, about.names, item.signature if item.kind != "class" else "")
+            yield from described(item.doc, _names(about, item), item.signature if item.kind != "class" else "")
+
+
+def _names(about: About, item: Definition) -> Names:
+    """What names mean in a docstring: members of the class around, but never the function's own parameters."""
+    owner = item.name if item.kind == "class" else item.name.rpartition(".")[0]
+    names = dict(about.names)
+    if owner in about.members:
+        names |= {tail: Symbol(about.path, name, line) for tail, name, line in about.members[owner] if tail not in names}
+    for parameter in _PARAMETER.findall(item.signature) if item.kind != "class" else ():
+        names.pop(parameter, None)
+    return names
 
 
 def label(item: Definition) -> str:

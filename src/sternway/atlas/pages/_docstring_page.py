@@ -86,7 +86,9 @@ def _section(part: Any, names: Names, signature: str) -> Iterator[Block]:
             else:
                 yield Fence(text, "python")
     elif kind == "admonition":
-        yield Note(part.title or value.kind.capitalize(), tuple(read(value.contents, names)))
+        kind, title = value.kind.capitalize(), part.title or ""
+        whole = title if not title or title.lower().startswith(value.kind.lower()) else f"{kind}: {title}"
+        yield Note(whole or kind, tuple(read(value.contents, names)))
     elif kind == "deprecated":
         yield Note("Deprecated", tuple(read(f"{value.version} {value.description}", names)))
     else:

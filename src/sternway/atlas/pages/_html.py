@@ -17,6 +17,7 @@ from sternway.atlas.pages._blocks import (
     Block,
     Code,
     Diagram,
+    Emphasis,
     Fence,
     Fold,
     Heading,
@@ -53,14 +54,15 @@ def _template(name: str) -> Any:
 def to_html(page: Page, tree: str) -> str:
     """The whole page. ``tree``: the name of the source tree."""
     name = f"{page.name}.html"
-    writer = HtmlWriter(name)
+    base = relative(name, "source", page.path, ".html") if page.is_file and name.endswith("_docs.html") else ""
+    writer = HtmlWriter(name, base)
     sections = []
     for section in page.sections:
         body = Markup("\n".join(writer.block(block) for block in section.blocks))
         inside = [block for block in section.blocks if isinstance(block, Heading) and block.level == 3 and block.anchor]
         entries = [(block.name, anchor_of(block.anchor)) for block in inside]
         sections.append((section.title, slug(section.title), body, entries))
-    return _page(page, tree, sections)
+    return _page(page, tree, sections, base=base, here=writer.here)
 
 
 def _page(page: Page, tree: str, sections: list[Any], **more: Any) -> str:
@@ -96,10 +98,11 @@ def _crumbs(page: Page, tree: str, name: str) -> Iterator[tuple[str, str]]:
 
 
 class HtmlWriter:
-    """Writes the blocks of one page."""
+    """Writes the blocks of one page. ``base``: the page beside it that ``#L12`` means, if not this one."""
 
-    def __init__(self, page: str) -> None:
-        self.page = page
+    def __init__(self, page: str, base: str = "") -> None:
+        self.page, self.base = page, base
+        self.here = page.rpartition("/")[2] if base else ""  # what a link to this page's own anchors starts with
         self.anchors: set[str] = set()
 
     def block(self, block: Block) -> str:
@@ -157,6 +160,8 @@ class HtmlWriter:
             return f"<code{self._id(item.anchor)}>{escape(' '.join(item.text.split()), quote=False)}</code>"
         if isinstance(item, Strong):
             return f"<b>{escape(item.text, quote=False)}</b>"
+        if isinstance(item, Emphasis):
+            return f"<em>{escape(item.text, quote=False)}</em>"
         if isinstance(item, At):
             label = item.text or f"{shown(item.path)}:{item.line}"
             return f'<a class=at href="{self.target(item)}">{escape(label)}</a>'
@@ -168,12 +173,13 @@ class HtmlWriter:
 
     def target(self, item: At | To | Ref) -> str:
         if isinstance(item, At):
-            return f"{relative(self.page, 'source', item.path, '.html')}#L{item.line}"
+            source = relative(self.page, "source", item.path, ".html")
+            return f"{'' if source == self.base else source}#L{item.line}"
         if isinstance(item, To):
             return relative(self.page, item.kind, item.path, ".html")
         page = relative(self.page, "docs", item.path, ".html")
-        here = page == self.page.rpartition("/")[2]
-        return f"{'' if here else page}#{anchor_of(item.name)}"
+        same = page == self.page.rpartition("/")[2]
+        return f"{self.here if same else page}#{anchor_of(item.name)}"
 
 
 def _source(block: Source) -> str:

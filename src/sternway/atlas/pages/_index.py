@@ -18,6 +18,8 @@ from sternway.atlas.pages._links import page_of
 from sternway.atlas.pages._markdown import code, escape
 
 LARGEST = 240_000  # bytes of rows on one page; with the frame around them, pages stay below 300,000
+_PLAIN = frozenset(("name", "word"))  # kinds that go without saying
+_DEFINED = frozenset(("class", "function", "method", "struct", "enum", "interface", "key"))
 _PLACES = 8  # of one name, in the index of a folder
 
 
@@ -53,17 +55,23 @@ def _order(name: str) -> tuple[bool, str]:
 
 
 def file_rows(path: str, keywords: list[Keyword], sections: dict[str, list[int]], base: str) -> Iterator[IndexRow]:
-    """A row for each keyword: its kind, its defining line, the other lines, and the sections that have it."""
+    """A row for each keyword: its kind, its lines (the defining one is marked), and the sections that have it.
+
+    Only one line is a link: pages with all of them would be several times as large.
+    """
     source = source_link(page_of("kw", path, ".md"), base, path)
     for word in sorted(keywords, key=lambda word: _order(word.name)):
         found = "".join(f" §{number}" for number in sections.get(word.name, ()))
-        uses = " ".join(map(str, word.uses))
-        defined = f" defined at [{word.line}]({source}#L{word.line})" if word.line else ""
-        text = f"- {code(word.name)} {word.kind}{defined}{f' used at {uses}' if uses else ''}{found}"
-        places = " ".join([f"<a href=#L{line}>{line}</a>" for line in word.uses])
-        mark = f"<b><a href=#L{word.line}>{word.line}</a></b> " if word.line else ""
+        uses = "".join(f" {line}" for line in word.uses)
+        kind = "" if word.kind in _PLAIN else f" {word.kind}"
+        line = f"[{word.line}]({source}#L{word.line})" if word.kind in _DEFINED else f"**{word.line}**"
+        text = f"- {code(word.name)}{kind}{f' {line}' if word.line else ''}{uses}{found}"
+        first = word.line or word.uses[0]
+        link_first = f"<a href=#L{first}>{first}</a>"
+        places = f"<b>{link_first}</b>{uses}" if word.line else link_first + uses.removeprefix(f" {first}")
         tail = f"<s>{found.strip()}</s>" if found else ""
-        name = f"<dt>{html_escape(word.name)}<small>{word.kind}</small>{tail}<dd>{mark}{places}"
+        small = f"<small>{word.kind}</small>" if kind else ""
+        name = f"<dt>{html_escape(word.name)}{small}{tail}<dd>{places}"
         yield IndexRow(word.name, text, name)
 
 
@@ -105,7 +113,7 @@ def folder_rows(folder: str, entries: Iterable[IndexEntry], base: str) -> Iterat
     for (tail, kind), found in sorted(groups.items(), key=lambda pair: (*_order(pair[0][0]), pair[0][0].casefold(), pair[0])):
         links, html_links = [], []
         for entry in found[:_PLACES]:
-            where = f"{shown(entry.path)}:{entry.line}"
+            where = f"{shown(entry.path[len(folder) + 1 if folder else 0 :])}:{entry.line}"
             links.append(f"[{escape(where)}]({source_link(page, base, entry.path)}#L{entry.line})")
             target = f"{link(html_page, file_page(entry.path, '_docs.html'))}#{anchor_of(entry.name)}"
             html_links.append(f"<a href={target}>{html_escape(where)}</a>")

@@ -14,6 +14,7 @@ from sternway.atlas.pages._blocks import (
     Block,
     Code,
     Diagram,
+    Emphasis,
     Fence,
     Fold,
     Heading,
@@ -127,6 +128,8 @@ class MarkdownWriter:
             return self._code(item.text, in_table)
         if isinstance(item, Strong):
             return f"**{escape(item.text)}**"
+        if isinstance(item, Emphasis):
+            return f"*{escape(item.text)}*"
         if isinstance(item, At):
             label = item.text or f"{shown(item.path)}:{item.line}"
             return f"[{escape(label)}]({self.source(item.path, item.line)})"

@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping
 
-from sternway.atlas.pages._blocks import Block, Code, Fence, Inline, Items, Note, Paragraph, Ref, Strong, Url, Words
+from sternway.atlas.pages._blocks import Block, Code, Emphasis, Fence, Inline, Items, Note, Paragraph, Ref, Strong, Url, Words
 from sternway.atlas.relate._resolve import Symbol
 
 Names = Mapping[str, Symbol]  # what mentioned names mean
@@ -23,6 +23,7 @@ _INLINE = re.compile(
     r"|\[(?P<text>[^\]\[\n]+)\]\((?P<href>https?://[^\s()]+)\)"
     r"|(?P<bare>https?://[^\s<>()\[\]`'\"]+[^\s<>()\[\]`'\".,;:!?])"
     r"|\*\*(?P<bold>[^*\n]+)\*\*"
+    r"|(?<![\w*\\])\*(?P<italic>[^\s*][^*\n]*[^\s*]|[^\s*])\*(?![\w*])"
 )
 _BULLET = re.compile(r"(\s*)([-*+•]|\(?\d{1,2}[.)])\s+(?=\S)")
 _DIRECTIVE = re.compile(r"\s*\.\.\s+([\w:-]+)::\s*(.*)$")
@@ -33,6 +34,8 @@ _NOTES = frozenset(
     "versionchanged admonition todo rubric".split()
 )
 _CODE = frozenset("code code-block sourcecode testcode doctest testsetup testoutput math parsed-literal".split())
+
+_SKIPPED = frozenset("include image figure toctree index autosummary automodule currentmodule plot".split())
 
 
 def prose(text: str, names: Names | None = None) -> Words:
@@ -59,6 +62,8 @@ def _inline(match: re.Match[str], names: Names) -> Inline:
         return Url(match["bare"], match["bare"])
     if match["bold"]:
         return Strong(match["bold"])
+    if match["italic"]:
+        return Emphasis(match["italic"])
     text = match["double"] or match["single"] or match["roled"]
     if match["roled"]:
         said = re.match(r"(.+?)\s*<([^<>]+)>$", text)
@@ -170,6 +175,8 @@ class _Reader:
         self.at += 1
         body = self.indented(_indent(line))
         name, more = match[1].lower(), match[2].strip()
+        if name in _SKIPPED:
+            return True
         if name in _CODE:
             options = re.match(r"(?:\s*:[\w-]+:[^\n]*\n)+", body + "\n")
             lexer = "" if name == "math" else more or "python"

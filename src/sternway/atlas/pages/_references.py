@@ -22,7 +22,7 @@ from sternway.atlas.pages._blocks import (
     table,
 )
 
-_CALLS = 40  # of one definition; what is left out is counted
+_CALLS = 8  # of one definition; what is left out is counted
 _RELATED = 8  # files for one reason
 _ROWS = 12  # rows before a table is folded
 

@@ -110,7 +110,7 @@ def _context(item: Definition) -> str:
 
 
 def _cut(text: str) -> str:
-    text = " ".join(text.split())
+    text = " ".join(text.replace("`", "").split())
     return text if len(text) <= _CONTEXT else text[: _CONTEXT - 1] + "…"
 
 

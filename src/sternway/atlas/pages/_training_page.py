@@ -21,7 +21,7 @@ from sternway.atlas.pages._blocks import (
     table,
 )
 
-_MEASURED = ("class", "as", "parameters", "bytes kept", "backward nodes", "F, ms", "I, ms", "W, ms", "defined at")
+_MEASURED = ("class", "as", "parameters", "bytes kept", "backward nodes", "F, ms", "I, ms", "W, ms", "defined at", "backward graph")
 _MOST = 40  # entries of one list; what is left out is counted
 _KINDS = (
     "optimizer",
@@ -91,6 +91,7 @@ def measured(about: About) -> Section | None:
             (f"{row['nodes']:,}",),
             *((value,) if value else () for value in row["times"]),
             (At(about.path, row["line"], f"line {row['line']}"),),
+            (To(row["graph"], "", "drawn"),) if row.get("graph") else (),
         )
         for row in record["rows"]
     ]

@@ -61,13 +61,13 @@ def hot_loops(about: About) -> list[tuple[Words, ...]]:
     """Functions with a loop that calls something, and that a loop elsewhere calls: rows of the findings' table."""
     inner: dict[str, tuple[int, str, int]] = {}
     for call in about.facts.calls:
-        if call.loop and call.scope not in inner:
+        if call.loop and call.loop != call.line and call.scope not in inner:
             inner[call.scope] = (call.loop, call.name, call.line)
     rows: list[tuple[Words, ...]] = []
     for name, path, line in about.context.hot:
         if name in inner:
             loop, callee, at = inner[name]
             note: Words = (f"line {at} calls {callee} in the loop at line {loop}; a loop calls {name} at ", At(path, line))
-            rows.append((("medium",), ("loop in a hot path",), (about.ref(name),), note, (about.at(loop),)))
+            rows.append((("low",), ("loop in a hot path",), (about.ref(name),), note, (about.at(loop),)))
     return rows
 

@@ -30,17 +30,11 @@ def mentions(
     """The mentioned names that mean a definition in the tree."""
     module = names[path].module if path in names else ""
     own = resolver.definitions(path)
-    tails: dict[str, list[str]] = defaultdict(list)
-    for name in own:
-        tails[name.rpartition(".")[2]].append(name)
     found = []
     for text in known.mentions:
         symbol = None
         if text in own:
             symbol = Symbol(path, text, own[text].line)
-        elif len(tails.get(text, ())) == 1:
-            name = tails[text][0]
-            symbol = Symbol(path, name, own[name].line)
         elif module:
             symbol = resolver.symbol(f"{module}.{text}") or (resolver.symbol(text) if "." in text else None)
         if symbol is not None and symbol.name:

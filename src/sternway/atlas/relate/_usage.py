@@ -121,7 +121,7 @@ def hot(sites: Sites) -> dict[str, list[tuple[str, str, int]]]:
     """For each file, its definitions that another place calls inside a loop: name, path and line of the first call."""
     found: dict[str, list[tuple[str, str, int]]] = defaultdict(list)
     for (owner, name), calls in sites.items():
-        inside = sorted((path, call.line) for path, call in calls if call.loop and call.scope != name)
+        inside = sorted((path, call.line) for path, call in calls if call.loop and (path, call.scope) != (owner, name))
         if inside:
             found[owner].append((name, *inside[0]))
     return found

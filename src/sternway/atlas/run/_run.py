@@ -19,12 +19,15 @@ from pathlib import Path
 from sternway.atlas._paths import folder_of, source_link
 from sternway.atlas._records import Facts, unpack
 from sternway.atlas.pages._assets import assets
-from sternway.atlas.pages._folder_page import Folder, TreeFacts, reading_page
+from sternway.atlas.pages._backward_page import backward_page
+from sternway.atlas.pages._folder_page import Folder, TreeFacts
 from sternway.atlas.pages._links import Links, check
+from sternway.atlas.pages._overview_pages import FolderOverview, reading_pages
 from sternway.atlas.read._tree import MARK, FileProblem, Tree, walk
 from sternway.atlas.relate._context import Relations, relate
 from sternway.atlas.relate._history import co_changes, head
 from sternway.atlas.relate._modules import names
+from sternway.atlas.relate._start import reading_order
 from sternway.atlas.run import _measure
 from sternway.atlas.run._pool import JobPool
 from sternway.atlas.run._store import (
@@ -202,19 +205,21 @@ class SiteBuild:
             Describe(self.site, tuple((path, whole.contexts[path], keys[path]) for path in chunk))
             for chunk in _chunks(ordered, sizes)
         ]
-        self._folders()
+        self._folders(measured)
         self._shared(measured)
         for done in pool.run("writing", jobs, small=self.small):
             self._finished(done)
 
-    def _folders(self) -> None:
+    def _folders(self, measured: str) -> None:
         problems = sorted(set(self.problems))
-        known = TreeFacts(self.site.tree, self.facts, self.lines, self.whole, problems, self.tree.folders)
+        order = reading_order(self.whole, self.facts)
+        known = TreeFacts(self.site.tree, self.facts, self.lines, self.whole, problems, self.tree.folders, order)
         folders = [Folder(known, path) for path in self.tree.folders]
         for page in [
             *(folder.index() for folder in folders),
-            *(folder.doc() for folder in folders),
-            reading_page(known),
+            *(FolderOverview(folder).page() for folder in folders),
+            *reading_pages(known),
+            backward_page(known, measured),
         ]:
             key = digest("folder", self.site.tree, self.site.base, repr(page))
             if not self._kept(key):
@@ -222,7 +227,7 @@ class SiteBuild:
 
     def _shared(self, measured: str) -> None:
         """Write the shared style sheet and script, and the drawing of the measured graph."""
-        for path, text in {**assets(), **_measure.page(measured)}.items():
+        for path, text in {**assets(), **_measure.pages(measured)}.items():
             key = digest("asset", path, text)
             if not self._kept(key):
                 self._take([plain(self.site.out, path, key, text)])

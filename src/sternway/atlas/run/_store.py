@@ -12,6 +12,7 @@ import json
 import os
 import stat
 import sys
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -131,15 +132,15 @@ def save(out: Path, manifest: SiteManifest) -> None:
 
 def load_links(out: Path) -> dict[str, Links]:
     try:
-        raw = json.loads((out / MARK / "links.json").read_text("utf-8"))
+        raw = json.loads(zlib.decompress((out / MARK / "links.json.z").read_bytes()))
         return {
             page: Links(lines, tuple(anchors), tuple((path, line, tuple(more)) for path, line, more in targets))
             for page, (lines, anchors, targets) in raw.items()
         }
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, zlib.error):
         return {}
 
 
 def save_links(out: Path, links: dict[str, Links]) -> None:
     text = json.dumps(links, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
-    write(out / MARK / "links.json", text + "\n")
+    write(out / MARK / "links.json.z", zlib.compress(text.encode("ascii"), 1))

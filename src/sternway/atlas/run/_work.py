@@ -87,7 +87,7 @@ class Read(NamedTuple):
             if facts.problem:
                 problems.append((path, "syntax" if facts.problem != _ctags.MISSING else "no parser", facts.problem))
             stored = "\n".join((key, str(len(lines_of(text.text))), pack(facts), pack_keywords(keywords), ""))
-            write(facts_file(self.site.out, path), zlib.compress(stored.encode("ascii"), 1))
+            write(facts_file(self.site.out, path), zlib.compress(stored.encode("ascii"), 3))
         _collect()
         return Done((), tuple(problems))
 
@@ -114,7 +114,8 @@ class Describe(NamedTuple):
                 site: excerpt(self.site.root, site, lines) for _, sites in context.examples for site in sites
             }
             defined = {item.name: item for item in reversed(facts.definitions)}
-            about = About(path, text, language, facts, context, excerpts, dict(context.links), defined)
+            names, members = dict(context.links), members_of(facts)
+            about = About(path, text, language, facts, context, excerpts, names, defined, members)
             outputs += self._pages(about, keywords, key)
         _collect()
         return Done(tuple(outputs), tuple(problems))
@@ -132,6 +133,18 @@ class Describe(NamedTuple):
             yield from _write(self.site.out, name, key, text)
 
 
+def members_of(facts: Facts) -> dict[str, tuple[tuple[str, str, int], ...]]:
+    """The members of each class: last part of the name, whole name, line."""
+    found: dict[str, dict[str, tuple[str, str, int]]] = {
+        item.name: {} for item in facts.definitions if item.kind == "class"
+    }
+    for item in facts.definitions:
+        owner, _, tail = item.name.rpartition(".")
+        if owner in found:
+            found[owner].setdefault(tail, (tail, item.name, item.line))
+    return {owner: tuple(members.values()) for owner, members in found.items()}
+
+
 def excerpt(root: Path, site: UsageSite, lines: dict[str, list[str]]) -> str:
     """The text of a call site, without its indentation."""
     if site.path not in lines:
@@ -143,7 +156,7 @@ def excerpt(root: Path, site: UsageSite, lines: dict[str, list[str]]) -> str:
 
 
 class Index(NamedTuple):
-    """Write the index of definitions of a folder and all below it, or with ``search`` the search index."""
+    """Write the index of a folder and all below it (definitions, without fields), or the search index."""
 
     site: Site
     folder: str
@@ -159,6 +172,7 @@ class Index(NamedTuple):
             IndexEntry(item.name.replace("::", ".").rpartition(".")[2], item.name, item.kind, path, item.line)
             for path in self.paths
             for item in unpack(_lines(self.site.out, path)[2]).definitions
+            if item.kind != "variable" or "." not in item.name
         )
         title = f"Definitions below {shown(self.folder) or self.site.tree}"
         page = Page(folder_page(self.folder, "sub"), self.folder, title, ())
