@@ -41,8 +41,8 @@ def build(
         source: the root of the tree. Nothing in it is imported or run, unless ``measure`` asks for it.
         out: the folder for pages: new, empty, or written by an earlier run.
         include: patterns as in a ``.gitignore``; if given, only files that match one get pages.
-        source_url: where a code host shows the source, such as ``https://host/owner/repo/blob/main/src``. Links to lines
-            in Markdown pages start with it; without it they lead to the source files, relative to the pages.
+        source_url: where a code host shows the source, such as ``https://host/owner/repo/blob/main/src``. Links to
+            lines in Markdown pages start with it; without it they lead to the source files, relative to the pages.
         jobs: the number of processes; the number of cores if None.
         measure: ``path.py:function``, which returns a model and a sample, or a loss and its model. It runs in a
             process of its own.
@@ -75,7 +75,7 @@ def build(
 
 def checked_url(address: str) -> str:
     """The address of the source, which pages will link to."""
-    if address and (not address.startswith(("https://", "http://")) or any(char in address for char in " \"<>()#")):
+    if address and (not address.startswith(("https://", "http://")) or any(char in address for char in ' "<>()#')):
         raise AtlasError(
             "--source-url must be the address of a folder on a code host",
             got=repr(address),
@@ -84,9 +84,7 @@ def checked_url(address: str) -> str:
     return address
 
 
-def check(
-    source: Path | str, out: Path | str, *, include: Iterable[str] = (), source_url: str = ""
-) -> BuildReport:
+def check(source: Path | str, out: Path | str, *, include: Iterable[str] = (), source_url: str = "") -> BuildReport:
     """Compare pages with their source, and check every link of the pages on disk; nothing is written.
 
     Args:

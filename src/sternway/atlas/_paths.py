@@ -14,7 +14,9 @@ import re
 import urllib.parse
 
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._+\-]")
-_OURS = re.compile(r"(index|doc|sub(\.\d+)?|reading(_\d+)?|backward)\.(md|html)|.*_(docs|kw(\.\d+)?|source)\.(md|html)|_site|\.atlas")
+_OURS = re.compile(
+    r"(index|doc|sub(\.\d+)?|reading(_\d+)?|backward)\.(md|html)|.*_(docs|kw(\.\d+)?|source)\.(md|html)|_site|\.atlas"
+)
 _LONGEST = 180
 _cached = functools.lru_cache(maxsize=1 << 16)  # the same few thousand paths are asked for millions of times
 

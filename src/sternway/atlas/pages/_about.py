@@ -28,6 +28,7 @@ class About(NamedTuple):
     names: Names  # what mentioned names mean
     defined: Mapping[str, Definition]  # the first definition of each name
     members: Mapping[str, tuple[tuple[str, str, int], ...]]  # of each class: last part, whole name, line
+    brief: int = 0  # 1: private functions are rows of tables; 2: and docstrings are cut to their first paragraph
 
     def at(self, line: int) -> At:
         return At(self.path, line, f"line {line}")

@@ -48,7 +48,9 @@ def backward_page(known: TreeFacts, measured: str) -> Page:
     ]
     if record:
         whole = sentence("The whole of ", Code(record["target"]), ": ", record["whole"], ".")
-        found.insert(0, section("Measured", whole, sentence(To("_site/backward", "", "Its backward graph, drawn"), ".")))
+        found.insert(
+            0, section("Measured", whole, sentence(To("_site/backward", "", "Its backward graph, drawn"), "."))
+        )
     kept = sections(*found)
     if not kept:
         kept = sections(section("", sentence("No file of this tree defines an nn.Module or calls a backward.")))

@@ -24,12 +24,19 @@ from sternway.atlas.pages._blocks import (
 )
 from sternway.atlas.pages._docstring_page import described
 from sternway.atlas.pages._prose import Names, prose
+from sternway.atlas.python._docstrings import first_paragraph
 from sternway.atlas.relate._resolve import Symbol
 
+_INHERITED = 20  # members of one base that are named
 _WIDEST = 92  # characters of a signature on one line
 _PARAMETER = re.compile(r"\b([^\W\d]\w*)\b(?=\s*[:,=)])")
 _CLASSES = frozenset(("class", "struct", "union", "interface", "enum", "namespace", "type"))
-_LABELS = {"property": "property", "cached_property": "property", "classmethod": "class method", "staticmethod": "static method"}
+_LABELS = {
+    "property": "property",
+    "cached_property": "property",
+    "classmethod": "class method",
+    "staticmethod": "static method",
+}
 
 
 def breakdown(about: About) -> Section | None:
@@ -46,11 +53,17 @@ def breakdown(about: About) -> Section | None:
     for name in members.get("", ()):
         if name in classes:
             blocks += _class(about, name, groups, members, classes)
-        elif any(item.doc for item in groups[name]) and groups[name][0].kind != "variable":
+        elif _has_article(about, groups[name]):
             blocks += _article(about, groups[name], 3)
         else:
             rest.append(name)
     return section("Detailed breakdown", *blocks, *_tables(about, rest, groups, ""))
+
+
+def _has_article(about: About, items: list[Definition]) -> bool:
+    """Documented functions have; in a brief page, private ones are rows of a table."""
+    private = items[0].name.rpartition(".")[2].startswith("_")
+    return items[0].kind != "variable" and any(item.doc for item in items) and not (about.brief and private)
 
 
 def _owner(name: str, classes: set[str]) -> str:
@@ -69,18 +82,17 @@ def _class(
     rest = []
     for member in members.get(name, ()):
         items = groups[member]
-        if items[0].kind not in ("variable", *_CLASSES) and any(item.doc for item in items):
+        if items[0].kind not in _CLASSES and _has_article(about, items):
             yield from _article(about, items, 4)
         elif member not in classes:
             rest.append(member)
     yield from _tables(about, rest, groups, name)
     for row in about.context.inherited:
         if row.owner == name:
-            names: list[Words] = [
-                (Ref(member, row.base.path, f"{row.base.name}.{member}", line),) for member, line in row.members
-            ]
             base = Ref(row.base.name, row.base.path, row.base.name, row.base.line)
-            yield Paragraph(("Inherited from ", base, ": ", *cut(names, 40), "."))
+            yield Paragraph(
+                ("Inherited from ", base, ": ", *cut([(member,) for member in row.members], _INHERITED), ".")
+            )
     for member in members.get(name, ()):
         if member in classes:
             yield from _class(about, member, groups, members, classes)
@@ -97,7 +109,10 @@ def _article(about: About, items: list[Definition], level: int) -> Iterator[Bloc
         yield Paragraph((about.span(item),))
         if item.doc and item.doc not in seen:
             seen.add(item.doc)
-            yield from described(item.doc, _names(about, item), item.signature if item.kind != "class" else "")
+            if about.brief > 1:
+                yield Paragraph(prose(first_paragraph(item.doc), _names(about, item)))
+            else:
+                yield from described(item.doc, _names(about, item), item.signature if item.kind != "class" else "")
 
 
 def _names(about: About, item: Definition) -> Names:
@@ -105,7 +120,9 @@ def _names(about: About, item: Definition) -> Names:
     owner = item.name if item.kind == "class" else item.name.rpartition(".")[0]
     names = dict(about.names)
     if owner in about.members:
-        names |= {tail: Symbol(about.path, name, line) for tail, name, line in about.members[owner] if tail not in names}
+        names |= {
+            tail: Symbol(about.path, name, line) for tail, name, line in about.members[owner] if tail not in names
+        }
     for parameter in _PARAMETER.findall(item.signature) if item.kind != "class" else ():
         names.pop(parameter, None)
     return names
@@ -186,7 +203,7 @@ def _tables(about: About, names: list[str], groups: dict[str, list[Definition]],
             (about.span(item),),
             (Code(item.signature.removeprefix(": ")),) if item.signature else (),
             (Code(item.value),) if item.value else (),
-            prose(" ".join(item.doc.split()), about.names),
+            prose(" ".join(item.doc.split()) if not about.brief else first_paragraph(item.doc), about.names),
         )
         for item in items
         if item.kind == "variable"
@@ -198,7 +215,7 @@ def _derived(about: About, item: Definition) -> Words:
     """What the code says of a function without a docstring: what it returns and raises, and who calls it."""
     parts: list[Words] = []
     if item.doc:
-        return prose(" ".join(item.doc.split()), about.names)
+        return prose(first_paragraph(item.doc), about.names)
     if item.returns:
         parts.append(("returns ", *joined((Code(text),) for text in item.returns)))
     if item.raises:

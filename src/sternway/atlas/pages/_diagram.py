@@ -50,7 +50,12 @@ def _arrow(start: tuple[float, float, float], end: tuple[float, float, float]) -
     if to_x <= start[0]:  # to the same column, or back: round the right side
         to_x = end[0] + end[2]
         bend = max(from_x, to_x) + 26
-        return _path(f"M{from_x:.0f} {from_y:.0f}C{bend:.0f} {from_y:.0f} {bend:.0f} {to_y:.0f} {to_x:.0f} {to_y:.0f}", to_x, to_y, -1)
+        return _path(
+            f"M{from_x:.0f} {from_y:.0f}C{bend:.0f} {from_y:.0f} {bend:.0f} {to_y:.0f} {to_x:.0f} {to_y:.0f}",
+            to_x,
+            to_y,
+            -1,
+        )
     middle = (from_x + to_x) / 2
     curve = f"M{from_x:.0f} {from_y:.0f}C{middle:.0f} {from_y:.0f} {middle:.0f} {to_y:.0f} {to_x:.0f} {to_y:.0f}"
     return _path(curve, to_x, to_y, 1)
@@ -65,7 +70,7 @@ def _box(box: Box, place: tuple[float, float, float], link: Link) -> str:
     left, middle, width = place
     kind = ' class="subject"' if box.is_subject else ""
     body = (
-        f'<rect{kind} x="{left:.0f}" y="{middle - _BOX / 2:.0f}" width="{width:.0f}" height="{_BOX}" rx="5"/>'
+        f'<rect{kind} x="{left:.0f}" y="{middle - _BOX / 2:.0f}" width="{width:.0f}"/>'
         f'<text x="{left + width / 2:.0f}" y="{middle + 4:.0f}">{escape(shortened(box.text))}</text>'
     )
     if box.target is None:

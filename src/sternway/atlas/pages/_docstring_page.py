@@ -1,4 +1,4 @@
-"""A docstring as blocks: its text, and its sections (Args, Returns, Raises, Examples…) as griffe's parsers find them."""
+"""A docstring as blocks: its text, and its sections (Args, Returns, Raises…) as griffe's parsers find them."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def file_source(about: About) -> Page:
 
 def _dependencies(about: About) -> Section | None:
     """One row for each import statement and target; several names in one row."""
-    rows: dict[tuple[object, ...], list[Words]] = {}
+    rows: dict[tuple[str, str, str, int], list[Words]] = {}
     for item, target in zip(about.facts.imports, about.context.imports, strict=True):
         module = "." * item.level + item.module
         renamed = item.bound if item.bound not in (item.name, item.module.partition(".")[0], item.module) else ""
@@ -78,13 +78,11 @@ def _dependencies(about: About) -> Section | None:
         rows.setdefault((module, target, item.where, item.line), []).append(named)
     made = []
     for (module, target, where, line), names in rows.items():
-        resolved: Words = (str(target),)
+        resolved: Words = (target,)
         if target not in ("standard library", "outside the tree", "unresolved"):
-            resolved = (To("docs", str(target), shown(str(target))),)
-        when = {"module": "", "function": "when called", "typing": "for type checkers only"}[str(where)]
-        made.append(
-            ((Code(str(module)),), joined(filter(None, names)), resolved, (when,), (about.at(int(str(line))),))
-        )
+            resolved = (To("docs", target, shown(target)),)
+        when = {"module": "", "function": "when called", "typing": "for type checkers only"}[where]
+        made.append(((Code(module),), joined(filter(None, names)), resolved, (when,), (about.at(line),)))
     built = table(("module", "names", "resolves to", "runs", "where"), made)
     return section("Dependencies", folded(f"{len(made)} imports", built, len(made), 2 * _SHOWN))
 

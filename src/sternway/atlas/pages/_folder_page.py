@@ -78,7 +78,9 @@ class Folder:
         ]
         if not self.path:
             pages.append((To("reading", "", "Reading order"), ": every file, and import cycles"))
-            pages.append((To("backward", "", "Backward"), ": modules, backward calls, hooks, saved tensors, optimizers"))
+            pages.append(
+                (To("backward", "", "Backward"), ": modules, backward calls, hooks, saved tensors, optimizers")
+            )
         return Page(
             folder_page(self.path, "index"),
             self.path,
@@ -116,7 +118,9 @@ class Folder:
         graph = {one: tuple(end for start, end in arrows if start == one) for one in kept}
         stands = layers(graph, tuple(cycles(graph)))
         highest = max(place.layer for place in stands.values())
-        boxes = tuple(Box(shown(one[len(self._start) :]), highest - stands[one].layer, self._target(one)) for one in kept)
+        boxes = tuple(
+            Box(shown(one[len(self._start) :]), highest - stands[one].layer, self._target(one)) for one in kept
+        )
         number = {one: index for index, one in enumerate(kept)}
         title = "Imports inside this folder: left imports right"
         if len(degree) > len(kept):
@@ -163,7 +167,7 @@ class Folder:
 
 
 def purpose(path: str, facts: Facts) -> Words:
-    """The docstring's first paragraph; without one, the public names that are defined, which says that it is derived."""
+    """The docstring's first paragraph; without one, the public names that the file defines."""
     if facts.purpose:
         return prose(facts.purpose)
     tops = [item for item in facts.definitions if "." not in item.name and item.kind != "variable"]

@@ -110,12 +110,14 @@ class HtmlWriter:
             return f"<p>{self.words(block.words)}</p>"
         if isinstance(block, Items):
             tag = "ol" if block.ordered else "ul"
-            return f"<{tag}>{''.join(f'<li>{self.words(item)}</li>' for item in block.items)}</{tag}>"
+            return f"<{tag}>{''.join(f'<li>{self.words(item)}' for item in block.items)}</{tag}>"
         if isinstance(block, Table):
             return self._table(block)
         if isinstance(block, Heading):
             name = f"<code>{escape(block.name)}</code>"
-            return f"<h{block.level}{self._id(block.anchor)}><small>{escape(block.kind)}</small> {name}</h{block.level}>"
+            return (
+                f"<h{block.level}{self._id(block.anchor)}><small>{escape(block.kind)}</small> {name}</h{block.level}>"
+            )
         if isinstance(block, Fence):
             return f'<pre class="code">{chr(10).join(highlight(block.text, block.lexer))}</pre>'
         if isinstance(block, Signature):
@@ -123,7 +125,7 @@ class HtmlWriter:
         if isinstance(block, Source):
             return _source(block)
         if isinstance(block, Diagram):
-            return f'<figure>{svg(block, self.target)}<figcaption>{escape(block.title)}</figcaption></figure>'
+            return f"<figure>{svg(block, self.target)}<figcaption>{escape(block.title)}</figcaption></figure>"
         inner = "\n".join(map(self.block, block.blocks))
         if isinstance(block, Note):
             return f'<div class="note {slug(block.title)}"><p><b>{escape(block.title)}</b></p>{inner}</div>'
@@ -131,9 +133,10 @@ class HtmlWriter:
         return f"<details><summary>{escape(block.title)}</summary>{inner}</details>"
 
     def _table(self, block: Table) -> str:
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in block.head) if any(block.head) else ""
-        rows = "".join(f"<tr>{''.join(f'<td>{self.words(cell)}</td>' for cell in row)}</tr>" for row in block.rows)
-        return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+        """A table; closing tags that HTML does not need are left out, since tables are most of a page."""
+        head = "<thead><tr>" + "".join(f"<th>{escape(cell)}" for cell in block.head) if any(block.head) else ""
+        rows = "".join(f"<tr>{''.join(f'<td>{self.words(cell)}' for cell in row)}" for row in block.rows)
+        return f'<div class="wide"><table>{head}<tbody>{rows}</table></div>'
 
     def _id(self, name: str) -> str:
         """The id of a definition's place; only the first place of a name has one."""
@@ -164,7 +167,7 @@ class HtmlWriter:
             return f"<em>{escape(item.text, quote=False)}</em>"
         if isinstance(item, At):
             label = item.text or f"{shown(item.path)}:{item.line}"
-            return f'<a class=at href="{self.target(item)}">{escape(label)}</a>'
+            return f'<a href="{self.target(item)}">{escape(label)}</a>'
         if isinstance(item, Ref):
             return f'<a href="{self.target(item)}"><code>{escape(item.text)}</code></a>'
         if isinstance(item, Url):

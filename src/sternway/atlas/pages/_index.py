@@ -110,7 +110,9 @@ def folder_rows(folder: str, entries: Iterable[IndexEntry], base: str) -> Iterat
     groups: dict[tuple[str, str], list[IndexEntry]] = {}
     for entry in entries:
         groups.setdefault((entry.tail, entry.kind), []).append(entry)
-    for (tail, kind), found in sorted(groups.items(), key=lambda pair: (*_order(pair[0][0]), pair[0][0].casefold(), pair[0])):
+    for (tail, kind), found in sorted(
+        groups.items(), key=lambda pair: (*_order(pair[0][0]), pair[0][0].casefold(), pair[0])
+    ):
         links, html_links = [], []
         for entry in found[:_PLACES]:
             where = f"{shown(entry.path[len(folder) + 1 if folder else 0 :])}:{entry.line}"
@@ -136,11 +138,20 @@ def write_index(
         lead, html_lead = heads if not number else ("", "")
         others = [(index, other) for index, other in enumerate(names) if len(names) > 1 and index != number]
         if others:
-            lead += "\n\n" + ", ".join(f"[{_span(parts[i])}]({link(f'{name}.md', f'{other}.md')})" for i, other in others)
-            html_lead += "<p>" + ", ".join(
-                f'<a href="{link(f"{name}.html", f"{other}.html")}">{_span(parts[i])}</a>' for i, other in others
-            ) + "</p>"
-        yield f"{name}.md", "\n".join([f"# {escape(title)}", "", *([lead, ""] if lead.strip() else []), *_markdown(part)])
+            lead += "\n\n" + ", ".join(
+                f"[{_span(parts[i])}]({link(f'{name}.md', f'{other}.md')})" for i, other in others
+            )
+            html_lead += (
+                "<p>"
+                + ", ".join(
+                    f'<a href="{link(f"{name}.html", f"{other}.html")}">{_span(parts[i])}</a>' for i, other in others
+                )
+                + "</p>"
+            )
+        yield (
+            f"{name}.md",
+            "\n".join([f"# {escape(title)}", "", *([lead, ""] if lead.strip() else []), *_markdown(part)]),
+        )
         made = Page(name, page.path, title, (), page.is_file)
         yield f"{name}.html", index_html(made, tree, html_lead + _html(part), base)
 

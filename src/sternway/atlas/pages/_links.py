@@ -17,7 +17,7 @@ from sternway.atlas.pages._blocks import slug
 
 # A code span may contain what looks like a link, so spans are matched first.
 _MARKDOWN = re.compile(r"(?<![\\`])(`+)(?!`).+?(?<!`)\1(?!`)|(?<!\\)\]\(([^()\s#]*)(?:#([^()\s]*))?\)")
-_HTML = re.compile(r'<a (?:class="?\w+"? )?href="?([^" >#]*)(?:#([^" >]*))?')
+_HTML = re.compile(r'<a href="?([^" >#]*)(?:#([^" >]*))?')
 _HEAD = re.compile(r'<(?:link|script)\b[^<>]*?\b(?:href|src)="([^"]+)"')
 _ID = re.compile(r'<(?:section|h[234]|code) id="?([^" >]+)')
 _BASE = re.compile(r'<base href="([^"]+)">')

@@ -52,6 +52,9 @@ def overview(about: About) -> Section | None:
         said = [*described(about.facts.doc, about.names), sentence("(From ", about.at(about.facts.purpose_line), ".)")]
     elif derived := _derived(about):
         said = [Paragraph((Strong("Derived from the code: "), *derived))]
+    if about.brief:
+        cuts = "private functions are in tables" + (", docstrings are cut to their first paragraph" * (about.brief > 1))
+        said.insert(0, sentence(f"The file is large, so this page is brief: {cuts}."))
     entry = sentence("It is an entry point: ", about.context.is_entry, ".") if about.context.is_entry else None
     public = None
     if about.facts.exports:

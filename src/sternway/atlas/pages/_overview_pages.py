@@ -29,9 +29,9 @@ from sternway.atlas.relate._start import PARSED
 _MOST = 30
 _PAGE = 500  # files on one page of the reading order
 _WHY = (
-    "Commands and packages first, then public modules, then private ones; scripts, examples, benchmarks and tests last. "
-    "Among equals by importance, which is PageRank over imports that run at import time: a file is important if important "
-    "files import it."
+    "Commands and packages first, then public modules, then private ones; scripts, examples, benchmarks and tests "
+    "last. Among equals by importance, which is PageRank over imports that run at import time: a file is important if "
+    "important files import it."
 )
 
 

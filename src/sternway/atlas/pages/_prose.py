@@ -10,7 +10,20 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping
 
-from sternway.atlas.pages._blocks import Block, Code, Emphasis, Fence, Inline, Items, Note, Paragraph, Ref, Strong, Url, Words
+from sternway.atlas.pages._blocks import (
+    Block,
+    Code,
+    Emphasis,
+    Fence,
+    Inline,
+    Items,
+    Note,
+    Paragraph,
+    Ref,
+    Strong,
+    Url,
+    Words,
+)
 from sternway.atlas.relate._resolve import Symbol
 
 Names = Mapping[str, Symbol]  # what mentioned names mean
@@ -29,13 +42,15 @@ _BULLET = re.compile(r"(\s*)([-*+•]|\(?\d{1,2}[.)])\s+(?=\S)")
 _DIRECTIVE = re.compile(r"\s*\.\.\s+([\w:-]+)::\s*(.*)$")
 _UNDERLINE = re.compile(r"\s*([=\-~^#*\"'+])\1{2,}\s*$")
 _DRAWN = re.compile(r"\s*(\+[-=+]{3,}|={3,}(\s+={2,})+|\|.*\|\s*$)")
-_NOTES = frozenset(
-    "note warning warn seealso tip important hint caution danger attention error deprecated versionadded "
-    "versionchanged admonition todo rubric".split()
-)
-_CODE = frozenset("code code-block sourcecode testcode doctest testsetup testoutput math parsed-literal".split())
-
-_SKIPPED = frozenset("include image figure toctree index autosummary automodule currentmodule plot".split())
+_NOTE_WORDS = """
+note warning warn seealso tip important hint caution danger attention error deprecated versionadded versionchanged
+admonition todo rubric
+"""
+_CODE_WORDS = "code code-block sourcecode testcode doctest testsetup testoutput math parsed-literal"
+_SKIPPED_WORDS = "include image figure toctree index autosummary automodule currentmodule plot"
+_NOTES = frozenset(_NOTE_WORDS.split())
+_CODE = frozenset(_CODE_WORDS.split())
+_SKIPPED = frozenset(_SKIPPED_WORDS.split())
 
 
 def prose(text: str, names: Names | None = None) -> Words:
@@ -228,7 +243,7 @@ class _Reader:
                 break
             parts.append(row.strip())
             self.at += 1
-        self.ordered = match[2][-1] in ".)" and not self.items or self.ordered and bool(self.items)
+        self.ordered = (match[2][-1] in ".)" and not self.items) or (self.ordered and bool(self.items))
         self.items.append(prose(" ".join(parts), self.names))
         return True
 

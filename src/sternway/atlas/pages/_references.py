@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from sternway.atlas._paths import shown
@@ -16,13 +15,13 @@ from sternway.atlas.pages._blocks import (
     Words,
     cut,
     folded,
-    joined,
     section,
     sentence,
     table,
 )
 
 _CALLS = 8  # of one definition; what is left out is counted
+_LISTED = 60  # importers, subclasses of one class, and definitions of other files
 _RELATED = 8  # files for one reason
 _ROWS = 12  # rows before a table is folded
 
@@ -64,14 +63,14 @@ def cross_references(about: About) -> Section | None:
     return section(
         "Cross-references",
         _listed("Imported by ", [(At(*by),) for by in about.context.importers]),
-        _named("subclassed by", subclasses, sys.maxsize),
+        _named("subclassed by", subclasses, _LISTED),
         _named("called at", calls, _CALLS),
         _targets(about),
     )
 
 
 def _listed(lead: str, parts: Sequence[Words]) -> Block | None:
-    return sentence(lead, *joined(parts), ".") if parts else None
+    return sentence(lead, *cut(parts, _LISTED), ".") if parts else None
 
 
 def _named(verb: str, rows: Sequence[tuple[str, Sequence[Words]]], most: int) -> Block | None:
@@ -89,5 +88,6 @@ def _targets(about: About) -> Block | None:
         )
         for target in about.context.targets
     ]
-    made = table(("calls", "defined at", "times", "first at"), rows)
-    return folded(f"{len(rows)} definitions of other files that it calls", made, len(rows), _ROWS)
+    made = table(("calls", "defined at", "times", "first at"), rows[:_LISTED])
+    shown_rows = f" ({_LISTED} shown)" if len(rows) > _LISTED else ""
+    return folded(f"{len(rows)} definitions of other files that it calls{shown_rows}", made, len(rows), _ROWS)

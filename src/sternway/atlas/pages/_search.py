@@ -34,7 +34,7 @@ class SearchSource(NamedTuple):
 
 
 class _Use(NamedTuple):
-    count: int
+    files: int
     places: list[tuple[int, int]]
     context: str
 
@@ -58,11 +58,11 @@ def shards(sources: Iterable[SearchSource]) -> dict[str, str]:
             at = keyword.uses[0] if keyword.uses else keyword.line
             before = uses.get(keyword.name)
             if before is None:
-                uses[keyword.name] = _Use(1, [(number, at)], _cut(lines[at - 1].strip()) if at <= len(lines) else "")
+                uses[keyword.name] = _Use(1, [(number, at)], _cut(lines[at - 1], 60) if at <= len(lines) else "")
             else:
                 if len(before.places) < _PLACES:
                     before.places.append((number, at))
-                uses[keyword.name] = before._replace(count=before.count + 1)
+                uses[keyword.name] = before._replace(files=before.files + 1)
     rows = _rows(documents, uses)
     made = {f"{key}.js": _script("shard", key, found) for key, found in sorted(rows.items())}
     made["names.js"] = _script("names", sorted(rows), files, *_columns(names))
@@ -92,7 +92,7 @@ def _rows(documents: Mapping[str, dict[int, None]], uses: Mapping[str, _Use]) ->
         found = list(documents.get(word, ()))
         use = uses.get(word)
         places = [value for place in use.places for value in place] if use else []
-        row: list[object] = [word, found[:_DOCUMENTS], use.count if use else 0, places, use.context if use else ""]
+        row: list[object] = [word, found[:_DOCUMENTS], use.files if use else 0, places, use.context if use else ""]
         rows[_key(word)].append(row)
     return rows
 
@@ -109,9 +109,9 @@ def _context(item: Definition) -> str:
     return _cut(re.split(r"(?<=[.!?])\s", said)[0]) if said else _cut(item.signature or item.value)
 
 
-def _cut(text: str) -> str:
+def _cut(text: str, longest: int = _CONTEXT) -> str:
     text = " ".join(text.replace("`", "").split())
-    return text if len(text) <= _CONTEXT else text[: _CONTEXT - 1] + "…"
+    return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def _key(word: str) -> str:

@@ -21,7 +21,18 @@ from sternway.atlas.pages._blocks import (
     table,
 )
 
-_MEASURED = ("class", "as", "parameters", "bytes kept", "backward nodes", "F, ms", "I, ms", "W, ms", "defined at", "backward graph")
+_MEASURED = (
+    "class",
+    "as",
+    "parameters",
+    "bytes kept",
+    "backward nodes",
+    "F, ms",
+    "I, ms",
+    "W, ms",
+    "defined at",
+    "backward graph",
+)
 _MOST = 40  # entries of one list; what is left out is counted
 _KINDS = (
     "optimizer",

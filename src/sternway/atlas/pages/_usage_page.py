@@ -67,7 +67,9 @@ def hot_loops(about: About) -> list[tuple[Words, ...]]:
     for name, path, line in about.context.hot:
         if name in inner:
             loop, callee, at = inner[name]
-            note: Words = (f"line {at} calls {callee} in the loop at line {loop}; a loop calls {name} at ", At(path, line))
+            note: Words = (
+                f"line {at} calls {callee} in the loop at line {loop}; a loop calls {name} at ",
+                At(path, line),
+            )
             rows.append((("low",), ("loop in a hot path",), (about.ref(name),), note, (about.at(loop),)))
     return rows
-

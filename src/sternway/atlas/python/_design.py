@@ -10,9 +10,8 @@ from sternway.atlas._records import Fact
 from sternway.atlas.python._patterns import shortened
 from sternway.atlas.python._reading import Reading
 
-_CHANGES = frozenset(
-    "append extend insert remove pop clear add discard update setdefault popitem appendleft popleft".split()
-)
+_TEXT = "append extend insert remove pop clear add discard update setdefault popitem appendleft popleft"
+_CHANGES = frozenset(_TEXT.split())
 _STARTS = {
     "threading.Thread": "thread",
     "threading.Timer": "thread",
@@ -59,9 +58,10 @@ def _state(reading: Reading) -> Iterator[Fact]:
             target = use.node.value
         elif use.kind == "call" and isinstance(use.node, ast.Call) and isinstance(use.node.func, ast.Attribute):
             target = use.node.func.value if use.node.func.attr in _CHANGES else None
-        if isinstance(target, ast.Name) and use.scope.name and _is_mutable(reading, target.id):
-            if _in_function(reading, use.scope.name) and use.scope.binder(target.id) is reading.top:
-                changed[target.id].add(use.node.lineno)
+        if not isinstance(target, ast.Name) or not _is_mutable(reading, target.id):
+            continue
+        if _in_function(reading, use.scope.name) and use.scope.binder(target.id) is reading.top:
+            changed[target.id].add(use.node.lineno)
     defined = {item.name: item.line for item in reading.definitions if "." not in item.name}
     for name, lines in sorted(changed.items()):
         yield Fact("state", "changed in functions", name, defined.get(name, min(lines)), _lines("changed", lines))

@@ -45,8 +45,8 @@ class _Pass(NameBinder):
             self._children(node, scope)
 
     def _children(self, node: ast.AST, scope: Scope) -> None:
-        for field in node._fields:
-            value = getattr(node, field, None)
+        for name in node._fields:
+            value = getattr(node, name, None)
             if isinstance(value, ast.AST):
                 self._visit(value, scope)
             elif isinstance(value, list):

@@ -14,7 +14,9 @@ from sternway.atlas.python._scopes import Scope
 _SYNCHRONIZES = {"item": "medium", "tolist": "low", "cpu": "medium", "numpy": "low"}
 _WAITS = ("torch.cuda.synchronize", "torch.accelerator.synchronize", "torch.mps.synchronize")
 _ALLOCATES = re.compile(r"(torch|numpy)\.(zeros|ones|empty|full|rand|randn|arange|linspace|eye|tensor)(_like)?$")
-_JOINS = re.compile(r"(torch\.(cat|concat|hstack|vstack|stack)|numpy\.(concatenate|append|hstack|vstack)|pandas\.concat)$")
+_JOINS = re.compile(
+    r"(torch\.(cat|concat|hstack|vstack|stack)|numpy\.(concatenate|append|hstack|vstack)|pandas\.concat)$"
+)
 _REPEATED = {
     "re.compile": "compiles the same pattern each time round",
     "copy.deepcopy": "copies the whole object each time round",
@@ -63,14 +65,17 @@ def _in_loop(use: Use, node: ast.Call, name: str, torch: bool) -> Iterator[Fact]
         yield _found("repeated work in a loop", node, node.lineno, f"{where}; {_REPEATED[name]}", "low")
     elif _ALLOCATES.match(name):
         yield _found("allocation in a loop", node, node.lineno, where, "low")
-    elif method in ("pop", "insert") and not name and node.args and _is_zero(node.args[0]):
-        if len(node.args) == (1 if method == "pop" else 2):
-            note = f"{where}; moves every element of a list each time round"
-            yield _found("quadratic: at the front of a list", node, node.lineno, note, "medium")
+    elif not name and _at_the_front(method, node.args):
+        note = f"{where}; moves every element of a list each time round"
+        yield _found("quadratic: at the front of a list", node, node.lineno, note, "medium")
 
 
-def _is_zero(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value == 0 and node.value is not False
+def _at_the_front(method: str, arguments: list[ast.expr]) -> bool:
+    """Whether a call is ``pop(0)`` or ``insert(0, x)``."""
+    if len(arguments) != {"pop": 1, "insert": 2}.get(method):
+        return False
+    first = arguments[0]
+    return isinstance(first, ast.Constant) and first.value == 0 and first.value is not False
 
 
 def _growing(reading: Reading, node: ast.Assign | ast.AugAssign, scope: Scope, loop: int) -> Iterator[Fact]:

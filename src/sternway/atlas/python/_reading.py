@@ -18,7 +18,7 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 class Use(NamedTuple):
     """An expression whose meaning is looked up after the pass."""
 
-    kind: str  # "call", "decorator", "base", "subscript", "attribute", "stored" (``name[key] = value``, ``del name[key]``)
+    kind: str  # "call", "decorator", "base", "subscript", "attribute", "stored" (``name[key] = value``)
     node: ast.expr
     scope: Scope
     statement: ast.AST  # the definition or the assignment around it, where that matters

@@ -48,9 +48,9 @@ def _call(reading: Reading, use: Use, node: ast.Call) -> Iterator[Fact]:
         yield Fact("security", called, shortened(node), node.lineno, _note(node, name), weight)
     elif name in _JOINS and (source := _from_input(reading, use, node)):
         yield Fact("security", "path from input", shortened(node), node.lineno, f"from {source}", "medium")
-    if isinstance(node.func, ast.Attribute) and node.func.attr in ("execute", "executemany") and node.args:
-        if _is_made_sql(node.args[0]):
-            yield Fact("security", "SQL made of strings", shortened(node), node.lineno, "", "high")
+    method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+    if method in ("execute", "executemany") and node.args and _is_made_sql(node.args[0]):
+        yield Fact("security", "SQL made of strings", shortened(node), node.lineno, "", "high")
 
 
 def _weight(name: str, node: ast.Call) -> str:

@@ -9,6 +9,7 @@ from sternway.atlas.python._facts import read_python
 from sternway.atlas.read import _ctags
 from sternway.atlas.read._keys import read_keys
 from sternway.atlas.read._languages import Language
+from sternway.atlas.read._sitter import read_parsed
 from sternway.atlas.read._words import WordIndex
 
 
@@ -20,6 +21,8 @@ def read_facts(
     try:
         if language.parser == "ast":
             return read_python(text, module, package)
+        if language.parser == "tree-sitter":
+            return read_parsed(text, language.name)
         if language.parser == "keys":
             return read_keys(text, language.name)
     except SyntaxError as error:

@@ -85,9 +85,9 @@ def relate(
     order = tuple(sorted(graph, key=lambda path: (-round(share[path], 12), path)))
     groups = tuple(cycles(graph))
     in_cycle = {path: group for group in groups for path in group}
-    bases = {path: tuple(resolver.symbol(base.name) for base in known.bases) for path, known in facts.items()}
+    bases = {path: tuple(resolver.base(path, base) for base in known.bases) for path, known in facts.items()}
     subclasses, modules = _classes(facts, bases)
-    resolved = {path: [resolver.symbol(call.name) for call in known.calls] for path, known in facts.items()}
+    resolved = {path: [resolver.called(path, call) for call in known.calls] for path, known in facts.items()}
     callers, targets = _calls(facts, resolved)
     sites = sites_of(facts, resolved)
     shown, reached, looped = examples(sites), tests(facts, sites), hot(sites)

@@ -31,7 +31,9 @@ def head(root: Path) -> str:
 def co_changes(root: Path, paths: Iterable[str]) -> dict[str, tuple[CoChange, ...]]:
     """For each file, those that changed with it in at least three commits and a third of its own commits."""
     known = set(paths)
-    text = _git(root, "log", f"-{_COMMITS}", "--no-merges", "--name-only", "--relative", "--format=%x01", "-z", "--", ".")
+    text = _git(
+        root, "log", f"-{_COMMITS}", "--no-merges", "--name-only", "--relative", "--format=%x01", "-z", "--", "."
+    )
     commits: Counter[str] = Counter()
     pairs: dict[str, Counter[str]] = defaultdict(Counter)
     for part in text.split("\x01"):
@@ -54,9 +56,7 @@ def co_changes(root: Path, paths: Iterable[str]) -> dict[str, tuple[CoChange, ..
 
 def _git(root: Path, *arguments: str) -> str:
     try:
-        run = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, timeout=_SECONDS, check=False
-        )
+        run = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, timeout=_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return run.stdout.decode("utf-8", "surrogateescape") if run.returncode == 0 else ""

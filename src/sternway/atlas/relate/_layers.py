@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class FileLayer(NamedTuple):
-    """Where a file stands: its layer (1 imports nothing of the tree), and how many files it reaches and is reached by."""
+    """A file's layer (1 imports nothing of the tree), and how many files it reaches and is reached by."""
 
     layer: int = 0
     layers: int = 0
@@ -45,10 +45,7 @@ def layers(graph: Mapping[str, tuple[str, ...]], groups: tuple[tuple[str, ...], 
             above[target] |= above[one] | 1 << number[one]
     highest = max(level.values(), default=0)
     weights = [members[one] for one in order]
-    counts = {
-        one: (_count(below[one], weights), _count(above[one], weights), members[one] - 1)
-        for one in order
-    }
+    counts = {one: (_count(below[one], weights), _count(above[one], weights), members[one] - 1) for one in order}
     made = {}
     for path in graph:
         one = head.get(path, path)

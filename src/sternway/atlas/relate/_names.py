@@ -21,7 +21,7 @@ class Inherited(NamedTuple):
 
     owner: str
     base: Symbol
-    members: tuple[tuple[str, int], ...]  # name, line
+    members: tuple[str, ...]
 
 
 def mentions(
@@ -51,26 +51,27 @@ def inherited(
         for base, symbol in zip(known.bases, bases[path], strict=True):
             if symbol is not None and symbol.name and (symbol.path, symbol.name) != (path, base.owner):
                 above[path, base.owner].append(symbol)
-    members: dict[tuple[str, str], list[tuple[str, int]]] = defaultdict(list)
-    for path, known in facts.items():
+    members: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path in facts:
         for name, item in resolver.definitions(path).items():
             owner, _, last = name.rpartition(".")
             if owner and item.kind in ("method", "variable") and not last.startswith("_"):
-                members[path, owner].append((last, item.line))
+                members[path, owner].append(last)
     made: dict[str, list[Inherited]] = defaultdict(list)
     for path, owner in above:
-        seen = {name for name, _ in members.get((path, owner), ())}
+        seen = set(members.get((path, owner), ()))
         waiting, visited = list(above[path, owner]), {(path, owner)}
         while waiting and len(visited) < _DEEPEST:
-            base = waiting.pop(0)
-            if (base.path, base.name) in visited:
+            symbol = waiting.pop(0)
+            place = symbol.path, symbol.name
+            if place in visited:
                 continue
-            visited.add((base.path, base.name))
-            new = tuple((name, line) for name, line in members.get((base.path, base.name), ()) if name not in seen)
-            seen |= {name for name, _ in new}
+            visited.add(place)
+            new = tuple(name for name in members.get(place, ()) if name not in seen)
+            seen.update(new)
             if new:
-                made[path].append(Inherited(owner, base, new))
-            waiting += above.get((base.path, base.name), ())
+                made[path].append(Inherited(owner, symbol, new))
+            waiting += above.get(place, ())
     return {path: tuple(rows) for path, rows in made.items()}
 
 

@@ -25,7 +25,11 @@ def reading_order(whole: Relations, facts: Mapping[str, Facts]) -> list[str]:
 
     def rank(path: str) -> tuple[int, int, int]:
         room = _room(path, whole, facts)
-        return room if facts[path].language == main else max(room, 4), path.count("/") if path.endswith("__init__.py") else 0, place[path]
+        return (
+            room if facts[path].language == main else max(room, 4),
+            path.count("/") if path.endswith("__init__.py") else 0,
+            place[path],
+        )
 
     return sorted(whole.order, key=rank)
 

@@ -20,6 +20,10 @@ from sternway.atlas.pages._links import Links
 from sternway.atlas.read import _ctags
 from sternway.atlas.read._tree import MARK
 
+_MANIFEST = "manifest.json.z"
+_GRAMMARS = ("c", "cpp", "cuda", "javascript", "typescript")
+_USED = ("jinja2", "pygments", "pathspec", "pyyaml", "tree-sitter", *(f"tree-sitter-{name}" for name in _GRAMMARS))
+
 
 class Written(NamedTuple):
     """A page on disk: the digest of its inputs, and the digest and size of its content."""
@@ -59,7 +63,7 @@ def generator() -> str:
     own = Path(__file__).parents[1]
     files = sorted(path for path in own.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     content = [part for path in files for part in (path.relative_to(own).as_posix(), path.read_bytes())]
-    used = [importlib.metadata.version(name) for name in ("jinja2", "pygments", "pathspec", "pyyaml")]
+    used = [importlib.metadata.version(name) for name in _USED]
     return digest(*content, _griffe_version(), *used, _ctags.version(), sys.version)
 
 
@@ -103,7 +107,7 @@ def _has(path: Path, data: bytes) -> bool:
 def load(out: Path) -> SiteManifest | None:
     """The manifest of the last run; None if there is none, or it cannot be read."""
     try:
-        raw = json.loads((out / MARK / "manifest.json").read_text("utf-8"))
+        raw = json.loads(zlib.decompress((out / MARK / _MANIFEST).read_bytes()))
         pages = {str(path): Written(*row) for path, row in raw["pages"].items() if _inside(str(path))}
         return SiteManifest(
             raw["generator"],
@@ -116,7 +120,7 @@ def load(out: Path) -> SiteManifest | None:
             raw["languages"],
             raw["unresolved"],
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, zlib.error):
         return None
 
 
@@ -127,7 +131,7 @@ def _inside(path: str) -> bool:
 
 def save(out: Path, manifest: SiteManifest) -> None:
     text = json.dumps(manifest._asdict(), ensure_ascii=True, sort_keys=True, separators=(",", ":"))
-    write(out / MARK / "manifest.json", text + "\n")
+    write(out / MARK / _MANIFEST, zlib.compress(text.encode("ascii"), 6))
 
 
 def load_links(out: Path) -> dict[str, Links]:

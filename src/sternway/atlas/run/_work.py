@@ -30,6 +30,8 @@ from sternway.atlas.relate._modules import ModuleName
 from sternway.atlas.relate._usage import UsageSite
 from sternway.atlas.run._store import Written, facts_file, write
 
+LARGEST_PAGE = 280_000  # characters; a longer page about a file is made again, more briefly
+
 
 class Site(NamedTuple):
     """The source tree and the output folder of a run, the tree's name, and where Markdown finds the source."""
@@ -110,9 +112,7 @@ class Describe(NamedTuple):
                 problems.append((path, "unreadable", f"cannot be read: {error.strerror}"))
                 continue
             facts, keywords = load_facts(self.site.out, path)
-            excerpts = {
-                site: excerpt(self.site.root, site, lines) for _, sites in context.examples for site in sites
-            }
+            excerpts = {site: excerpt(self.site.root, site, lines) for _, sites in context.examples for site in sites}
             defined = {item.name: item for item in reversed(facts.definitions)}
             names, members = dict(context.links), members_of(facts)
             about = About(path, text, language, facts, context, excerpts, names, defined, members)
@@ -121,8 +121,13 @@ class Describe(NamedTuple):
         return Done(tuple(outputs), tuple(problems))
 
     def _pages(self, about: About, keywords: list[Keyword], key: str) -> Iterator[Output]:
-        page = file_docs(about)
-        yield from render(self.site, page, key)
+        for brief in range(3):
+            page = file_docs(about._replace(brief=brief))
+            texts = to_markdown(page, self.site.base), to_html(page, self.site.tree)
+            if max(map(len, texts)) < LARGEST_PAGE:
+                break
+        for suffix, text in zip((".md", ".html"), texts, strict=True):
+            yield from _write(self.site.out, page.name + suffix, key, text)
         source = file_source(about)
         yield from _write(self.site.out, f"{source.name}.html", key, to_html(source, self.site.tree))
         heads = file_heads(about.path, [section.title for section in page.sections], self.site.base)
