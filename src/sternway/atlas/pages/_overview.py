@@ -51,7 +51,7 @@ def overview(about: About) -> Section | None:
     if about.facts.doc:
         said = [*described(about.facts.doc, about.names), sentence("(From ", about.at(about.facts.purpose_line), ".)")]
     elif derived := _derived(about):
-        said = [Paragraph((Strong("Derived from the code: "), *derived))]
+        said = [Paragraph((Strong("Derived from the code:"), " ", *derived))]
     if about.brief:
         cuts = "private functions are in tables" + (", docstrings are cut to their first paragraph" * (about.brief > 1))
         said.insert(0, sentence(f"The file is large, so this page is brief: {cuts}."))

@@ -35,11 +35,12 @@ def reading_order(whole: Relations, facts: Mapping[str, Facts]) -> list[str]:
 
 
 def _room(path: str, whole: Relations, facts: Mapping[str, Facts]) -> int:
-    """0: commands; 1: packages; 2: public modules; 3: private ones; 4: scripts; 5: tests, benchmarks, examples."""
+    """0: commands, and scripts at the top; 1: packages; 2: public modules; 3: private ones; 4: scripts; 5: tests, benchmarks, examples."""
     known, why = facts[path], whole.entries.get(path, "")
     if _ASIDE.search(path):
         return 5
-    if why.startswith(("the command", "a package's")):
+    name = path.rpartition("/")[2]
+    if why.startswith(("the command", "a package's")) or (why and name == path and not name.startswith("_")):
         return 0
     if known.parser not in PARSED or why:
         return 4
