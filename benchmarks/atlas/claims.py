@@ -17,7 +17,9 @@ _AT = re.compile(r"\[((?:[^\]\\]|\\.)*):(\d+)\]\([^)]*#L\d+\)")
 _SPAN = re.compile(r"(`+) ?(.+?) ?\1(?!`)")
 _KEYWORD = re.compile(r"^- (`+) ?(.+?) ?\1(?: [a-z ]+)?((?: .*)?)$", re.MULTILINE)
 _ARTICLE = re.compile(r"^#{3,4} ([a-z ]+) `([^`]+)`$", re.MULTILINE)
-_DECLARED = re.compile(r"^(```+)python\n((?:(?!^```).)*?)\n\1\n\n\[lines? [^\]]*\]\([^)]*#L(\d+)\)$", re.MULTILINE | re.DOTALL)
+_DECLARED = re.compile(
+    r"^(```+)python\n((?:(?!^```).)*?)\n\1\n\n\[lines? [^\]]*\]\([^)]*#L(\d+)\)$", re.MULTILINE | re.DOTALL
+)
 _METHODS = ("property", "class method", "static method")
 
 
@@ -76,7 +78,7 @@ def _rows(text: str) -> Iterator[list[str]]:
 
 def _tables(text: str) -> Iterator[dict[str, str]]:
     """Rows by the names of their columns."""
-    for part in text.split("\n\n"):
+    for part in re.split(r"\n{2,}", text):
         rows = list(_rows(part))
         for row in rows[1:]:
             yield dict(zip(rows[0], row, strict=True))
@@ -114,13 +116,16 @@ def signature(text: str) -> str:
 def _breakdown(path: str, text: str, claims: Claims) -> None:
     """Articles: a heading, then one signature or several. Tables: everything else."""
     articles = list(_ARTICLE.finditer(text))
-    for article, following in zip(articles, [*articles[1:], None], strict=True):
-        body = text[article.end() : following.start() if following else len(text)]
+    owner = ""  # the class that the article is about, or whose members follow
+    ends = [*(one.start() for one in articles[1:]), len(text)]
+    for article, end in zip(articles, ends[: len(articles)], strict=True):
+        body = text[article.end() : end]
+        owner = article[2] if article[1] == "class" else owner
         for _, code, line in _DECLARED.findall(body):
             _definition(path, article[1], article[2], int(line), code, claims)
         for base, names in re.findall(r"^Inherited from \[`([^`]+)`\]\([^)]*\): (.*)\.$", body, re.MULTILINE):
             kept = re.sub(r" \(\d+ of [\d,]+\)$", "", names)
-            claims["inherited member"].update((path, article[2], base, _unescaped(one)) for one in kept.split(", "))
+            claims["inherited member"].update((path, owner, base, _unescaped(one)) for one in kept.split(", "))
     for row in _tables(text):
         if "signature" in row or "kind" in row:
             head = "\n".join(one for _, one in _SPAN.findall(row.get("decorators", "")))
@@ -156,7 +161,7 @@ def _definition(path: str, label: str, name: str, line: int, code: str, claims: 
 
 def _overview(path: str, text: str, claims: Claims) -> None:
     if match := re.search(r"^\(From \[line (\d+)\]", text, re.MULTILINE):
-        said = text.partition("\n\n")[2]
+        said = text.partition("\n\n")[2].rpartition("\n(From ")[0]
         claims["module docstring"].add((path, int(match[1]), words(_unlinked(said))[:6]))
     if match := re.search(r"is an entry point: runs as a script, by line (\d+)", text):
         claims["script guard"].add((path, int(match[1])))
@@ -234,7 +239,7 @@ def _modules(text: str) -> Iterator[str]:
 
 
 def _references(path: str, text: str, claims: Claims) -> None:
-    for part in text.split("\n\n"):
+    for part in map(str.strip, re.split(r"\n{2,}", text)):
         if part.startswith("Imported by "):
             found = {(path, _unescaped(by)) for by, _ in _AT.findall(part)}
             total = re.search(r" \(\d+ of ([\d,]+)\)\.$", part)

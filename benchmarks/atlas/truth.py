@@ -203,7 +203,9 @@ class Truth:
                         at_import=file.at_import(node),
                     )
 
-    def _import(self, file: File, line: int, module: str, name: str, wanted: list[str], *, relative: bool, at_import: bool) -> None:
+    def _import(
+        self, file: File, line: int, module: str, name: str, wanted: list[str], *, relative: bool, at_import: bool
+    ) -> None:
         self.claims["import"].add((file.path, line, module, name))
         target = next((self.modules[one] for one in wanted if one in self.modules), "")
         if target:

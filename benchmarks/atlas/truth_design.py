@@ -52,6 +52,12 @@ _STARTED = {
     "event loop": r"asyncio\.run$",
     "CUDA stream": r"torch\.cuda\.Stream$",
 }
+_BLOCKING = re.compile(
+    r"(time\.sleep|builtins\.input|os\.system|subprocess\.(run|call|check_call|check_output)|urllib\.request\.urlopen"
+    r"|requests\.(get|post|put|delete|patch|head|request)|socket\.create_connection)$"
+)
+_SECRET = re.compile(r"(?i)(?:^|_)(password|passwd|secret|api_?key|access_?key|private_?key|auth_?token)$")
+_HARMLESS = re.compile(r"(?i)[<{$%*\s]|^x+$|example|change|your|dummy|test")
 _MUTABLE = ast.Dict | ast.List | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp | ast.Call
 _TEXT = "append extend insert remove pop clear add discard update setdefault popitem appendleft popleft"
 _CHANGES = set(_TEXT.split())
@@ -81,8 +87,9 @@ class Design:
             elif isinstance(node, ast.Call):
                 yield from self._call(node)
                 yield from self._performance(node)
-            elif isinstance(node, ast.Assign):
-                yield from self._growing(node)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                yield from self._secret(node)
+                yield from self._growing(node) if isinstance(node, ast.Assign) else ()
             elif isinstance(node, ast.Compare):
                 yield from self._membership(node)
         yield from self._tables()
@@ -143,6 +150,18 @@ class Design:
             if any(self.file.meaning(part) in sources for part in inside):
                 yield "security finding", (self.path, node.lineno, "path from input")
 
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if method in ("execute", "executemany") and node.args and _makes_sql(node.args[0]):
+            yield "security finding", (self.path, node.lineno, "SQL made of strings")
+
+    def _secret(self, node: ast.Assign | ast.AnnAssign) -> Found:
+        value = node.value
+        if not isinstance(value, ast.Constant) or not isinstance(value.value, str) or len(value.value) < 8:
+            return
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Name) and _SECRET.search(target.id) and not _HARMLESS.search(value.value):
+                yield "security finding", (self.path, value.lineno, "secret in the source")
+
     # -- loops
 
     def loop(self, node: ast.AST) -> ast.AST | None:
@@ -170,8 +189,7 @@ class Design:
             own = self.file.own_method(node)
             name = f"own {own}" if own and self._defines(own) else ""
         function = self._function(node)
-        blocking = r"(time\.sleep|builtins\.input|os\.system|subprocess\.(run|call|check_call|check_output)|requests\.(get|post|put|delete|patch|head|request)|urllib\.request\.urlopen|socket\.create_connection)$"
-        if isinstance(function, ast.AsyncFunctionDef) and re.match(blocking, name):
+        if isinstance(function, ast.AsyncFunctionDef) and _BLOCKING.match(name):
             yield "performance: blocking call in async code", where
         if self.loop(node) is None:
             return
@@ -186,13 +204,13 @@ class Design:
             yield "performance: repeated work in a loop", where
         elif re.match(r"(torch|numpy)\.(zeros|ones|empty|full|rand|randn|arange|linspace|eye|tensor)(_like)?$", name):
             yield "performance: allocation in a loop", where
-        elif not name and re.search(r"\.(pop\(0\)|insert\(0, .*\))$", ast.unparse(node), re.DOTALL):
-            if (method, len(node.args)) in (("pop", 1), ("insert", 2)) and not node.keywords:
-                yield "performance: quadratic: at the front of a list", where
+        elif not name and (method, len(node.args)) in (("pop", 1), ("insert", 2)) and ast.unparse(node.args[0]) == "0":
+            yield "performance: quadratic: at the front of a list", where
 
     def _defines(self, name: str) -> bool:
         return any(
-            isinstance(node, Functions) and f"{owner}.{node.name}" == name for node, (owner, _, _) in self.file.owners.items()
+            isinstance(node, Functions) and f"{owner}.{node.name}" == name
+            for node, (owner, _, _) in self.file.owners.items()
         )
 
     def _function(self, node: ast.AST) -> ast.AST | None:
@@ -253,7 +271,11 @@ class Design:
             for target in node.targets:
                 if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
                     name = target.value.id
-                    if name in self.assigned and self._is_global(target.value) and self._is_argument(node.value, function):
+                    if (
+                        name in self.assigned
+                        and self._is_global(target.value)
+                        and self._is_argument(node.value, function)
+                    ):
                         yield "registry", (self.path, self.assigned[name].lineno)
 
     def _is_argument(self, node: ast.Name, function: ast.AST | None) -> bool:
@@ -273,9 +295,10 @@ class Design:
                 target = node.value
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _CHANGES:
                 target = node.func.value
-            if function is not None and isinstance(target, ast.Name) and self._is_global(target):
-                if isinstance(self.assigned.get(target.id), _MUTABLE):
-                    yield "state: changed in functions", (self.path, target.id)
+            if function is None or not isinstance(target, ast.Name) or not self._is_global(target):
+                continue
+            if isinstance(self.assigned.get(target.id), _MUTABLE):
+                yield "state: changed in functions", (self.path, target.id)
 
     def _private(self) -> Found:
         own, names = self.file.module.partition(".")[0], set()
@@ -298,3 +321,15 @@ class Design:
             above[parent] += 1
             above[parent.rpartition(".")[0]] += 1
         yield from (("private name", (self.path, name)) for name in kept if name not in above)
+
+
+def _makes_sql(node: ast.expr) -> bool:
+    """Text that starts as SQL does, with values put into it."""
+    first = ""
+    if isinstance(node, ast.JoinedStr) and any(isinstance(part, ast.FormattedValue) for part in node.values):
+        first = getattr(node.values[0], "value", "")
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mod):
+        first = getattr(node.left, "value", "")
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        first = getattr(node.func.value, "value", "")
+    return isinstance(first, str) and bool(re.match(r"(?i)\s*(select|insert|update|delete|drop|create|alter)\s", first))
