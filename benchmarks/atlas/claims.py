@@ -52,7 +52,7 @@ def _unfolded(text: str) -> str:
             fence = marks[0]
         elif row == fence:
             fence = ""
-        elif fence and row.startswith("#"):
+        elif fence and row.startswith(("#", "|")):
             row = f" {row}"
         elif row.startswith(("<details>", "</details>")):
             continue

@@ -140,7 +140,7 @@ class Truth:
                 self._decorators(file, node, name)
                 for base in node.bases:
                     plain = base.value if isinstance(base, ast.Subscript) else base
-                    claims["base class"].add((path, base.lineno, name, tail(ast.unparse(plain))))
+                    claims["base class"].add((path, base.lineno, name, tail(file.meaning(plain) or ast.unparse(plain))))
             elif isinstance(node, Functions):
                 name = f"{owner}.{node.name}" if owner else node.name
                 claims["definition"].add((path, "method" if in_class else "function", name, node.lineno))

@@ -13,6 +13,12 @@ from sternway.atlas.read._text import Text
 from sternway.atlas.relate._context import FileContext
 from sternway.atlas.relate._usage import UsageSite
 
+BRIEF = (  # each adds to those before
+    "private functions are in tables",
+    "docstrings are cut to their first paragraph",
+    "all functions are in tables",
+    "signatures are left out",
+)
 _WEIGHTS = ("high", "medium", "low", "")
 
 
@@ -28,7 +34,7 @@ class About(NamedTuple):
     names: Names  # what mentioned names mean
     defined: Mapping[str, Definition]  # the first definition of each name
     members: Mapping[str, tuple[tuple[str, str, int], ...]]  # of each class: last part, whole name, line
-    brief: int = 0  # 1: private functions are rows of tables; 2: and docstrings are cut to their first paragraph
+    brief: int = 0  # how much a page of a large file leaves out: see BRIEF
 
     def at(self, line: int) -> At:
         return At(self.path, line, f"line {line}")

@@ -61,9 +61,13 @@ def breakdown(about: About) -> Section | None:
 
 
 def _has_article(about: About, items: list[Definition]) -> bool:
-    """Documented functions have; in a brief page, private ones are rows of a table."""
+    """Documented functions have; in a brief page, private ones or all are rows of a table."""
     private = items[0].name.rpartition(".")[2].startswith("_")
-    return items[0].kind != "variable" and any(item.doc for item in items) and not (about.brief and private)
+    return (
+        items[0].kind != "variable"
+        and any(item.doc for item in items)
+        and not (about.brief > 2 or (about.brief and private))
+    )
 
 
 def _owner(name: str, classes: set[str]) -> str:
@@ -189,7 +193,7 @@ def _tables(about: About, names: list[str], groups: dict[str, list[Definition]],
             (Code(item.name, item.name),),
             (label(item),),
             (about.span(item),),
-            (Code(item.signature),) if item.signature else (),
+            (Code(item.signature),) if item.signature and about.brief < 4 else (),
             joined((Code("@" + name),) for name in item.decorators),
             _derived(about, item),
         )

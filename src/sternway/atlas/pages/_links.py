@@ -21,7 +21,7 @@ _HTML = re.compile(r'<a href="?([^" >#]*)(?:#([^" >]*))?')
 _HEAD = re.compile(r'<(?:link|script)\b[^<>]*?\b(?:href|src)="([^"]+)"')
 _ID = re.compile(r'<(?:section|h[234]|code) id="?([^" >]+)')
 _BASE = re.compile(r'<base href="([^"]+)">')
-_FENCE = re.compile(r"(?m)^(`{3,})[^\n]*\n.*?^\1$", re.DOTALL)
+_FENCE = re.compile(r"(?m)^(?:> )?(`{3,})[^\n]*\n.*?^(?:> )?\1$", re.DOTALL)  # in a quoted note too
 _TITLE = re.compile(r"(?m)^## (.+)$")
 _SOURCE = '<pre class="source">'
 
@@ -70,7 +70,7 @@ def read_links(page: str, text: str) -> Links:
         if base := _BASE.search(text, 0, 2000):  # where links of a keyword page start
             found = {(path or base[1], anchor) for path, anchor in found}
     else:
-        plain = _FENCE.sub("", text) if "\n```" in text else text
+        plain = _FENCE.sub("", text) if "```" in text else text
         rows = _MARKDOWN.findall(plain)
         anchors = tuple(sorted({slug(title) for title in _TITLE.findall(plain)}))
         found = {(path, anchor) for ticks, path, anchor in rows if not ticks}

@@ -6,7 +6,7 @@ import posixpath
 
 from sternway.atlas._paths import shown
 from sternway.atlas._records import Definition
-from sternway.atlas.pages._about import About
+from sternway.atlas.pages._about import BRIEF, About
 from sternway.atlas.pages._blocks import (
     At,
     Block,
@@ -53,8 +53,7 @@ def overview(about: About) -> Section | None:
     elif derived := _derived(about):
         said = [Paragraph((Strong("Derived from the code:"), " ", *derived))]
     if about.brief:
-        cuts = "private functions are in tables" + (", docstrings are cut to their first paragraph" * (about.brief > 1))
-        said.insert(0, sentence(f"The file is large, so this page is brief: {cuts}."))
+        said.insert(0, sentence(f"The file is large, so this page is brief: {', '.join(BRIEF[: about.brief])}."))
     entry = sentence("It is an entry point: ", about.context.is_entry, ".") if about.context.is_entry else None
     public = None
     if about.facts.exports:

@@ -235,6 +235,10 @@ class _Reader:
         if not match or (self.words and not self.items):
             return False
         self.paragraph()
+        ordered = match[2][-1] in ".)"
+        if ordered != self.ordered:
+            self.flush()
+        self.ordered = ordered
         indent = len(match[0])
         parts = [line[match.end() :].strip()]
         self.at += 1
@@ -243,7 +247,6 @@ class _Reader:
                 break
             parts.append(row.strip())
             self.at += 1
-        self.ordered = (match[2][-1] in ".)" and not self.items) or (self.ordered and bool(self.items))
         self.items.append(prose(" ".join(parts), self.names))
         return True
 

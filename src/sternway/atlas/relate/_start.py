@@ -35,7 +35,7 @@ def reading_order(whole: Relations, facts: Mapping[str, Facts]) -> list[str]:
 
 
 def _room(path: str, whole: Relations, facts: Mapping[str, Facts]) -> int:
-    """0: commands, and scripts at the top; 1: packages; 2: public modules; 3: private ones; 4: scripts; 5: tests, benchmarks, examples."""
+    """0: commands, scripts at the top; 1: packages; 2: public modules; 3: private; 4: scripts; 5: tests, examples."""
     known, why = facts[path], whole.entries.get(path, "")
     if _ASIDE.search(path):
         return 5

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from sternway.atlas._paths import file_page, folder_page, shown
 from sternway.atlas._records import Facts, Keyword, pack, pack_keywords, unpack, unpack_keywords
-from sternway.atlas.pages._about import About
+from sternway.atlas.pages._about import BRIEF, About
 from sternway.atlas.pages._blocks import Page
 from sternway.atlas.pages._file_page import file_docs, file_source
 from sternway.atlas.pages._html import to_html
@@ -121,7 +121,7 @@ class Describe(NamedTuple):
         return Done(tuple(outputs), tuple(problems))
 
     def _pages(self, about: About, keywords: list[Keyword], key: str) -> Iterator[Output]:
-        for brief in range(3):
+        for brief in range(len(BRIEF) + 1):
             page = file_docs(about._replace(brief=brief))
             texts = to_markdown(page, self.site.base), to_html(page, self.site.tree)
             if max(map(len, texts)) < LARGEST_PAGE:
