@@ -119,9 +119,9 @@ def test_the_docstring_is_whole_and_its_names_are_links(out: Path) -> None:
     )
     breakdown = _section(out / "pkg/sums.py_docs.md", "Detailed breakdown")
     assert "| `b` | the second; see [`LIMIT`](../../repo/pkg/sums.py#L9). |" in breakdown
-    assert (
-        "Add `b` to [`total`](../../repo/pkg/sums.py#L34); [`double`](../../repo/pkg/sums.py#L37) grows." in breakdown
-    )
+    total, double = _line("    total: int"), _line("    def double")
+    said = f"Add `b` to [`total`](../../repo/pkg/sums.py#L{total}); [`double`](../../repo/pkg/sums.py#L{double}) grows."
+    assert said in breakdown
     assert "without regard to a." in breakdown
     assert "| `LIMIT` | [line 9](../../repo/pkg/sums.py#L9) | `int` | `3` | How many at most. |" in breakdown
 
