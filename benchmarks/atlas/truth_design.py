@@ -71,6 +71,14 @@ class Design:
     def __init__(self, file: File) -> None:
         self.file, self.path = file, file.path
         self.parents = {child: node for node in ast.walk(file.tree) for child in ast.iter_child_nodes(node)}
+        self.torch = any(map(self._imports_torch, ast.walk(file.tree)))
+        self.raises: dict[ast.AST | None, list[ast.Raise]] = defaultdict(list)  # by the function around
+        self.functions: set[str] = set()
+        for node, (owner, _, function) in file.owners.items():
+            if isinstance(node, ast.Raise) and not self._in_class(node, function):
+                self.raises[function].append(node)
+            elif isinstance(node, Functions):
+                self.functions.add(f"{owner}.{node.name}")
         self.assigned: dict[str, ast.expr] = {}
         for node, (_, table, _) in file.owners.items():
             if isinstance(node, ast.Assign | ast.AnnAssign) and table is file.table and node.value is not None:
@@ -113,24 +121,16 @@ class Design:
         qualified = self.file.owners[node][0]
         name = f"{qualified}.{node.name}" if qualified else node.name
         raised = []
-        for one in sorted(self._own(node, ast.Raise), key=lambda one: one.lineno):
-            error = one.exc.func if isinstance(one.exc, ast.Call) else one.exc  # type: ignore[attr-defined]
+        for one in self.raises[node]:
+            error = one.exc.func if isinstance(one.exc, ast.Call) else one.exc
             if isinstance(error, ast.Name | ast.Attribute):
                 raised.append(ast.unparse(error))
         for error_name in raised:
             if error_name.rpartition(".")[2][:1].isupper():
                 yield "raises", (self.path, name, error_name)
 
-    def _own(self, function: ast.AST, kind: type) -> list[ast.AST]:
-        """Nodes of a kind whose nearest function is this one."""
-        return [
-            node
-            for node, (_, _, around) in self.file.owners.items()
-            if around is function and isinstance(node, kind) and not self._in_class(node, function)
-        ]
-
-    def _in_class(self, node: ast.AST, function: ast.AST) -> bool:
-        while node is not function:
+    def _in_class(self, node: ast.AST, function: ast.AST | None) -> bool:
+        while node is not function and node in self.parents:
             node = self.parents[node]
             if isinstance(node, ast.ClassDef):
                 return True
@@ -187,16 +187,15 @@ class Design:
         name, where = self.file.meaning(node.func), (self.path, node.lineno)
         if not name:
             own = self.file.own_method(node)
-            name = f"own {own}" if own and self._defines(own) else ""
+            name = f"own {own}" if own in self.functions else ""
         function = self._function(node)
         if isinstance(function, ast.AsyncFunctionDef) and _BLOCKING.match(name):
             yield "performance: blocking call in async code", where
         if self.loop(node) is None:
             return
         method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-        torch = any(self._imports_torch(one) for one in ast.walk(self.file.tree))
         bare = not node.args and not node.keywords and not name
-        if (torch and bare and method in ("item", "tolist", "cpu", "numpy")) or re.match(
+        if (self.torch and bare and method in ("item", "tolist", "cpu", "numpy")) or re.match(
             r"torch\.(cuda|accelerator|mps)\.synchronize$", name
         ):
             yield "performance: device synchronization in a loop", where
@@ -206,12 +205,6 @@ class Design:
             yield "performance: allocation in a loop", where
         elif not name and (method, len(node.args)) in (("pop", 1), ("insert", 2)) and ast.unparse(node.args[0]) == "0":
             yield "performance: quadratic: at the front of a list", where
-
-    def _defines(self, name: str) -> bool:
-        return any(
-            isinstance(node, Functions) and f"{owner}.{node.name}" == name
-            for node, (owner, _, _) in self.file.owners.items()
-        )
 
     def _function(self, node: ast.AST) -> ast.AST | None:
         at: ast.AST | None = node

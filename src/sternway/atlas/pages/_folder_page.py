@@ -116,16 +116,17 @@ class Folder:
         if len(kept) < 3:
             return None
         graph = {one: tuple(end for start, end in arrows if start == one) for one in kept}
+        shown_arrows = [(start, end) for start, end in arrows if not _implied(graph, start, end)]
         stands = layers(graph, tuple(cycles(graph)))
         highest = max(place.layer for place in stands.values())
         boxes = tuple(
             Box(shown(one[len(self._start) :]), highest - stands[one].layer, self._target(one)) for one in kept
         )
         number = {one: index for index, one in enumerate(kept)}
-        title = "Imports inside this folder: left imports right"
+        title = "Imports inside this folder: left imports right; arrows that others imply are left out"
         if len(degree) > len(kept):
             title += f" ({len(kept)} of {len(degree)} shown, those with most imports)"
-        return Diagram(title, boxes, tuple((number[start], number[end]) for start, end in arrows))
+        return Diagram(title, boxes, tuple((number[start], number[end]) for start, end in shown_arrows))
 
     def _child(self, file: str) -> str:
         first, slash, _ = file[len(self._start) :].partition("/")
@@ -164,6 +165,22 @@ class Folder:
     def _without(self) -> Block | None:
         rows = (((Code(shown(item.path)),), (item.kind,), (item.text,)) for item in self.problems)
         return table(("path", "why", "more"), rows)
+
+
+def _implied(graph: Mapping[str, tuple[str, ...]], start: str, end: str) -> bool:
+    """Whether another way leads from ``start`` to ``end``, in a graph where no way leads back."""
+    waiting = [one for one in graph[start] if one != end]
+    seen = {start, *waiting}
+    while waiting:
+        for following in graph[waiting.pop()]:
+            if following == start:
+                return False  # a cycle: every arrow in it says something
+            if following == end:
+                return True
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return False
 
 
 def purpose(path: str, facts: Facts) -> Words:
