@@ -43,6 +43,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             found.add("no_cover")
         for mark in sorted(found):
             item.add_marker(mark)
+    long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("dist")}
+    items.sort(key=lambda item: item.path not in long)  # first, so that no worker is left alone with one at the end
 
 
 @pytest.fixture(autouse=True)

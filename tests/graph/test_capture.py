@@ -300,3 +300,13 @@ def test_a_capture_in_another_thread() -> None:
     thread.join()
     assert found == [graph.capture(loss)]
     assert gc.isenabled()
+
+
+def test_recording_without_a_model_hides_no_owner() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with graph.record():
+        loss = model(torch.ones(3, 4)).sum()
+    recorded, plain = graph.capture(loss, model), graph.capture(model(torch.ones(3, 4)).sum(), model)
+    assert [node.module for node in recorded.nodes] == [node.module for node in plain.nodes]
+    assert {"0", "2"} <= {node.module for node in recorded.nodes}
+    assert any("test_capture.py" in (node.source or "") for node in recorded.nodes)

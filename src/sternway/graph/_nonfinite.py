@@ -56,7 +56,7 @@ def find_nonfinite(loss: Tensor, model: nn.Module | None = None) -> Nonfinite | 
         tag = tag_of(node)
         if tag is not None and tag.nonfinite:
             made, _, got = tag.nonfinite.partition("; inputs ")
-            return Nonfinite("forward", tag.op, tag.module, tag.source, got, made)
+            return Nonfinite("forward", tag.op, tag.module or "", tag.source, got, made)
     if wrong := nonfinite(loss):
         return Nonfinite("forward", "the loss", "", None, "(not recorded: use graph.record(model, values=True))", wrong)
 

@@ -58,6 +58,7 @@ class Recording(TorchFunctionMode):
         super().__init__()
         self._model, self._values, self._log_writes = model, values, writes
         self._before_backward = before_backward
+        self._outside = None if model is None else ""  # the module of what runs in no module
         self._running = threading.local()  # the modules whose forward is running in this thread
         self._handles: list[RemovableHandle] = []
         self.writes: deque[Write] = deque(maxlen=100_000)
@@ -104,7 +105,7 @@ class Recording(TorchFunctionMode):
         before = [(tensor, _grad_fn(tensor), _version(tensor)) for tensor in given]
         result = func(*args, **kwargs)
         stack = self._stack()
-        tag = Tag(stack[-1] if stack else "", _source(), name)
+        tag = Tag(stack[-1] if stack else self._outside, _source(), name)
         if name == "register_hook":
             self._hooked(given[0], tag)
             return result
@@ -115,7 +116,7 @@ class Recording(TorchFunctionMode):
         if self._log_writes:
             for tensor, _, version in before:
                 if _version(tensor) != version and (storage := storage_of(tensor)) is not None:
-                    self.writes.append(Write(storage, _version(tensor), name, tag.source, tag.module))
+                    self.writes.append(Write(storage, _version(tensor), name, tag.source, tag.module or ""))
         return result
 
     def _hooked(self, tensor: Tensor, tag: Tag) -> None:
@@ -150,7 +151,8 @@ def record(model: nn.Module | None = None, *, values: bool = False) -> Recording
         [('1', 'relu')]
 
     Args:
-        model: names the modules; without one, only source lines are recorded.
+        model: names the modules; without one, only source lines are recorded, and ``capture`` finds the modules as in
+            a graph that was not recorded.
         values: also check every result, and note the first operation that makes NaN or ±inf from finite inputs:
             ``find_nonfinite`` reports it, and so does the recording's ``first_nonfinite``.
 

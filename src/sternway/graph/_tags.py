@@ -13,7 +13,7 @@ KEY = "sternway"
 
 @dataclass(slots=True)
 class Tag:
-    module: str
+    module: str | None  # None where no model was recorded, "" outside its modules
     source: str
     op: str
     hooks: int = 0  # tensor hooks registered while recording
