@@ -155,7 +155,7 @@ def _definition(path: str, label: str, name: str, line: int, code: str, claims: 
     *decorators, rest = re.split(r"\n(?=(?:async )?(?:def|class) |@)", code)
     for decorator in decorators:
         claims["decorator"].add((path, name, line, ast.dump(ast.parse(decorator.removeprefix("@")))))
-    if kind != "class":
+    if kind != "class" and "(" in rest:  # a brief page leaves signatures out
         claims["signature"].add((path, name, line, signature(rest[rest.index("(") :])))
 
 

@@ -14,11 +14,14 @@ from sternway.atlas.relate._context import FileContext
 from sternway.atlas.relate._usage import UsageSite
 
 BRIEF = (  # each adds to those before
+    "long lists are cut",
     "private functions are in tables",
     "docstrings are cut to their first paragraph",
     "all functions are in tables",
     "signatures are left out",
+    "of fields and of functions without an article only the names are given",
 )
+_CUT = 60  # rows of a list on a brief page
 _WEIGHTS = ("high", "medium", "low", "")
 
 
@@ -60,7 +63,7 @@ class About(NamedTuple):
     def rows(self, groups: dict[str, list[Fact]]) -> Iterator[tuple[Words, ...]]:
         """A table row for each fact: kind, code, note, line."""
         for kind, found in groups.items():
-            for fact in found:
+            for fact in found[: _CUT if self.brief else None]:
                 note = (fact.note,) if fact.note else ()
                 yield (kind,), (Code(fact.text),), note, (self.at(fact.line),)
 

@@ -66,7 +66,7 @@ def _has_article(about: About, items: list[Definition]) -> bool:
     return (
         items[0].kind != "variable"
         and any(item.doc for item in items)
-        and not (about.brief > 2 or (about.brief and private))
+        and not (about.brief > 3 or (about.brief > 1 and private))
     )
 
 
@@ -113,7 +113,7 @@ def _article(about: About, items: list[Definition], level: int) -> Iterator[Bloc
         yield Paragraph((about.span(item),))
         if item.doc and item.doc not in seen:
             seen.add(item.doc)
-            if about.brief > 1:
+            if about.brief > 2:
                 yield Paragraph(prose(first_paragraph(item.doc), _names(about, item)))
             else:
                 yield from described(item.doc, _names(about, item), item.signature if item.kind != "class" else "")
@@ -188,12 +188,18 @@ def _links(about: About, item: Definition) -> tuple[Ref, ...]:
 def _tables(about: About, names: list[str], groups: dict[str, list[Definition]], owner: str) -> Iterator[Block | None]:
     """Functions without a docstring, and variables, as tables."""
     items = [item for name in names for item in groups[name]]
+    if about.brief > 5:
+        listed: list[Words] = [
+            (Code(item.name, item.name), " ", At(about.path, item.line, str(item.line))) for item in items
+        ]
+        yield Paragraph(joined(listed)) if listed else None
+        return
     rows = (
         (
             (Code(item.name, item.name),),
             (label(item),),
             (about.span(item),),
-            (Code(item.signature),) if item.signature and about.brief < 4 else (),
+            (Code(item.signature),) if item.signature and about.brief < 5 else (),
             joined((Code("@" + name),) for name in item.decorators),
             _derived(about, item),
         )
@@ -207,7 +213,7 @@ def _tables(about: About, names: list[str], groups: dict[str, list[Definition]],
             (about.span(item),),
             (Code(item.signature.removeprefix(": ")),) if item.signature else (),
             (Code(item.value),) if item.value else (),
-            prose(" ".join(item.doc.split()) if not about.brief else first_paragraph(item.doc), about.names),
+            prose(" ".join(item.doc.split()) if about.brief < 3 else first_paragraph(item.doc), about.names),
         )
         for item in items
         if item.kind == "variable"

@@ -60,11 +60,12 @@ def cross_references(about: About) -> Section | None:
         for name, symbols in about.context.subclasses
     ]
     calls = [(name, [(At(*by),) for by in sites]) for name, sites in about.context.callers]
+    most = 1 if about.brief else _CALLS
     return section(
         "Cross-references",
         _listed("Imported by ", [(At(*by),) for by in about.context.importers]),
         _named("subclassed by", subclasses, _LISTED),
-        _named("called at", calls, _CALLS),
+        _named("called at", calls, most),
         _targets(about),
     )
 

@@ -30,7 +30,7 @@ from sternway.atlas.relate._modules import ModuleName
 from sternway.atlas.relate._usage import UsageSite
 from sternway.atlas.run._store import Written, facts_file, write
 
-LARGEST_PAGE = 280_000  # characters; a longer page about a file is made again, more briefly
+LARGEST_PAGE = 290_000  # bytes; a longer page about a file is made again, more briefly
 
 
 class Site(NamedTuple):
@@ -124,7 +124,7 @@ class Describe(NamedTuple):
         for brief in range(len(BRIEF) + 1):
             page = file_docs(about._replace(brief=brief))
             texts = to_markdown(page, self.site.base), to_html(page, self.site.tree)
-            if max(map(len, texts)) < LARGEST_PAGE:
+            if max(len(text.encode("utf-8", "replace")) for text in texts) < LARGEST_PAGE:
                 break
         for suffix, text in zip((".md", ".html"), texts, strict=True):
             yield from _write(self.site.out, page.name + suffix, key, text)
