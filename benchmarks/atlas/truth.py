@@ -227,7 +227,7 @@ class Truth:
             elif _DANGEROUS.match(name):
                 self.claims["security finding"].add((file.path, node.lineno, name))
             for kind, pattern in _TRAINING.items():
-                own = kind == "pipeline" and name.startswith(f"{file.module}.")
+                own = kind == "pipeline" and file.module.startswith(("torch.distributed.pipelin", "sternway.pipeline"))
                 if pattern.match(name) and not own:
                     self.claims[f"training: {kind}"].add((file.path, node.lineno))
             attribute = node.func.attr if isinstance(node.func, ast.Attribute) else ""

@@ -161,6 +161,19 @@ y()
     ]
 
 
+def test_a_list_may_follow_a_colon_at_once() -> None:
+    assert read("It does:\n1) this\n2) that") == [
+        Paragraph(("It does:",)),
+        Items((("this",), ("that",)), ordered=True),
+    ]
+    assert read("Either this\n- or that -\nis done.") == [Paragraph(("Either this - or that - is done.",))]
+
+
+def test_a_result_may_take_several_lines() -> None:
+    blocks = described("Do it.\n\nReturns:\n    An object that has\n    two lines.", {})
+    assert blocks[1] == Paragraph((Strong("Returns"), " ", "An object that has two lines."))
+
+
 def test_whatever_stands_there_nothing_fails() -> None:
     for text in (
         "",

@@ -51,7 +51,8 @@ def described(text: str, names: Names, signature: str = "") -> list[Block]:
         return read(text, names)
     _quiet()
     try:
-        parts = Docstring(text, lineno=1).parse(parser)
+        options = {"returns_multiple_items": False} if parser is Parser.google else {}
+        parts = Docstring(text, lineno=1).parse(parser, **options)
     except Exception:  # a docstring that griffe cannot parse is shown as text
         return read(text, names)
     return [block for part in parts for block in _section(part, names, signature)]

@@ -232,8 +232,8 @@ class _Reader:
 
     def bullet(self, line: str) -> bool:
         match = _BULLET.match(line)
-        if not match or (self.words and not self.items):
-            return False
+        if not match or (self.words and not self.items and not self.words[-1].endswith(":")):
+            return False  # a dash or a number inside a paragraph; a list may follow a colon without an empty line
         self.paragraph()
         ordered = match[2][-1] in ".)"
         if ordered != self.ordered:

@@ -61,6 +61,7 @@ _KINDS = {
     "torch.utils.checkpoint.checkpoint_sequential": "activation checkpoint",
     "sternway.pipeline.Pipeline": "pipeline",
 }
+_PIPELINE_ITSELF = ("torch.distributed.pipelin", "sternway.pipeline", "deepspeed.pipe")
 _PIPELINE = ("torch.distributed.pipelining.", "torch.distributed.pipeline.", "deepspeed.pipe.")
 _METHODS = {
     "register_hook": "hook",
@@ -93,7 +94,7 @@ def find(reading: Reading) -> Iterator[Fact]:
         elif use.kind == "call" and isinstance(use.node, ast.Call):
             node, name = use.node, reading.absolute(use.node.func, use.scope)
             kind = _kind(name, node)
-            if kind == "pipeline" and name.startswith(f"{reading.module}."):
+            if kind == "pipeline" and reading.module.startswith(_PIPELINE_ITSELF):
                 continue  # the pipeline library calling itself
             if kind:
                 yield Fact("training", kind, shortened(node), node.lineno, _note(name, node, loaded))
