@@ -43,7 +43,7 @@ class Call(NamedTuple):
     name: str
     line: int
     scope: str  # the definition around it, "" at module level
-    first: int = 0  # the lines of the statement around it; of a compound statement, those of its head
+    first: int = 0  # the lines of the statement around it; 0 in the head of a compound statement
     last: int = 0
     loop: int = 0  # the line of the innermost loop around it
 

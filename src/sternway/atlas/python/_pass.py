@@ -30,7 +30,7 @@ class _Pass(NameBinder):
         super().__init__(reading)
         self._uses = reading.uses
         self._loop_line = 0  # of the innermost loop
-        self._at = (0, 0)  # the lines of the statement
+        self._at = (0, 0)  # the lines of the simple statement
         self._targets: dict[int, ast.AST] = {}  # the assignment around a call
 
     def all(self, nodes: list[Any], scope: Scope) -> None:
@@ -131,12 +131,12 @@ class _Pass(NameBinder):
         self._children(node, scope)
 
     def _head(self, node: Any, scope: Scope) -> None:
-        """A compound statement whose head is read before its body."""
-        self._at = (node.lineno, max(node.lineno, node.body[0].lineno - 1) if getattr(node, "body", None) else 0)
+        """A compound statement: a call in its head has no statement that could be quoted whole."""
+        self._at = (0, 0)
         self._children(node, scope)
 
     def _loop(self, node: ast.For | ast.AsyncFor | ast.While, scope: Scope) -> None:
-        self._at = (node.lineno, max(node.lineno, node.body[0].lineno - 1))
+        self._at = (0, 0)
         before = self._loop_line
         if isinstance(node, ast.While):
             self._loop_line = node.lineno
@@ -183,7 +183,7 @@ class _Pass(NameBinder):
         self._children(node, scope)
 
     def _if(self, node: ast.If, scope: Scope) -> None:
-        self._at = (node.lineno, max(node.lineno, node.body[0].lineno - 1))
+        self._at = (0, 0)
         self._visit(node.test, scope)
         if self.reading.main_line == 0 and scope is self.reading.top and _is_main_guard(node.test):
             self.reading.main_line = node.lineno
@@ -265,10 +265,10 @@ class _Pass(NameBinder):
         scope.bind(node.name, f"{self.reading.module}.{name}")
         self._bound(node.name, kind, line)
         for decorator in node.decorator_list:
-            self._at = (decorator.lineno, decorator.end_lineno or line)
+            self._at = (0, 0)
             self._uses.append(Use("decorator", decorator, scope, node))
             self._visit(decorator, scope)
-        self._at = (line, max(line, node.body[0].lineno - 1))
+        self._at = (0, 0)
         self.reading.definitions.append(defined(node, name, kind, self.doc(node)))
         return name
 

@@ -127,5 +127,5 @@ const atlas = (() => {
   };
   if (marks.length) { addEventListener("scroll", follow, { passive: true }); follow(); }
   document.documentElement.dataset.ready = String(performance.now());
-  return { names: (...columns) => index.names(...columns), shard: (key, found) => index.shard(key, found) };
+  return { names: (...columns) => index.names(...columns), shard: (key, found) => index.shard(key, found), find: (text, kind) => index.find(text, kind) };
 })();
