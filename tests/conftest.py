@@ -20,7 +20,9 @@ from browser import Browser
 from costs import SEARCHING, marks
 
 HERE = Path(__file__).parent
-collect_ignore_glob = [] if find_spec("griffe") else ["atlas/*"]  # a GPU machine may have torch and pytest alone
+collect_ignore_glob = []  # a GPU machine may have torch and pytest alone
+if not (find_spec("griffe") and find_spec("tree_sitter")):
+    collect_ignore_glob.append("atlas/*")
 if not find_spec("timm"):
     collect_ignore_glob.append("zoo/*")  # make zoo installs what these need
 

@@ -37,6 +37,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "split/test_schedules_gloo.py": ("dist",),
     "test_cli.py::test_example_trains_under_torchrun": ("dist", "slow"),
     "atlas/test_atlas_measure.py": ("slow",),
+    "atlas/test_atlas_truth.py::test_our_own_package": ("slow",),
     "graph/test_capture.py::test_a_deep_graph_is_freed_without_a_crash": ("slow",),
     "pipeline/test_checkpoint_local.py::test_the_matrix": ("slow",),
     "schedule/test_search.py::test_any_numbers_give_a_whole_schedule_within_the_limit_and_not_below_the_bound": (

@@ -35,6 +35,8 @@ class File:
         self.parents: dict[int, symtable.SymbolTable] = {}
         self.nones: set[int] = set()
         self._scope(self.tree, "", self.table, None)
+        guards = [one for one in ast.walk(self.tree) if isinstance(one, ast.If) and _is_typing(one.test)]
+        self.typing = {node for one in guards for part in one.body for node in ast.walk(part)}
 
     def _scope(self, node: ast.AST, name: str, table: symtable.SymbolTable, function: ast.AST | None) -> None:
         """Give every node below its qualified owner and its symbol table."""
@@ -138,6 +140,12 @@ class File:
         meanings = meanings - {"None"}
         return next(iter(meanings)) if len(meanings) == 1 else ""
 
+    def at_import(self, node: ast.AST) -> bool:
+        """Whether a statement runs when the module is imported: in no function, and not for type checkers only."""
+        if self.owners[node][2] is not None:
+            return False
+        return node not in self.typing
+
     def own_method(self, node: ast.Call) -> str:
         """``self.method()``: the method's name, where the class around defines one."""
         called = node.func
@@ -153,6 +161,10 @@ class File:
                 return f"{owner}.{called.attr}" if is_self else ""
             function = around
         return ""
+
+
+def _is_typing(test: ast.expr) -> bool:
+    return isinstance(test, ast.Name | ast.Attribute) and ast.unparse(test).rpartition(".")[2] == "TYPE_CHECKING"
 
 
 def _all_arguments(arguments: ast.arguments) -> Iterator[ast.arg]:

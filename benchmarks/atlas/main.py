@@ -20,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,10 +27,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import claims
+from checked import UNCHECKED, Checked
 from truth import Truth
 
 MIB = 2**20
-ONLY_LISTED = "called at"  # lists are cut at 40; the whole number is claimed apart
 
 
 @dataclass(frozen=True)
@@ -104,23 +103,19 @@ def digests(folder: Path) -> dict[str, str]:
 def compare(source: Path, out: Path) -> list[Row]:
     """Precision and recall of each kind of claim."""
     said, truth = claims.read(out), Truth(source)
-    calls = truth.claims[ONLY_LISTED]
-    totals = Counter((path, name) for path, name, _, _ in calls)
-    truth.claims["number of calls"] = {(*place, count) for place, count in totals.items()}
+    related = Checked(truth, said)
     rows = []
-    for kind, wanted in sorted(truth.claims.items()):
+    for kind in sorted({*truth.claims, *said} - UNCHECKED):
+        wanted = truth.claims.get(kind, set())
         found = {claim for claim in said[kind] if claim[0] in truth.files}
-        right = found & wanted
-        if kind == "identifier":
-            right |= found & truth.allowed
-        missing = wanted - found
-        if kind == ONLY_LISTED:
-            missing = {claim for claim in missing if totals[claim[0], claim[1]] <= 40}
-        hit = len(wanted) - len(missing)
-        rows.append(Row(kind, len(found), len(wanted), len(right) / max(len(found), 1), hit / max(len(wanted), 1)))
+        right = related.right(kind, found, found & wanted)
+        missing = related.missing(kind, wanted, wanted - found)
+        total = len(wanted) if wanted else len(right)
+        hit = total - len(missing)
+        rows.append(Row(kind, len(found), total, len(right) / max(len(found), 1), hit / max(total, 1)))
         if os.environ.get("ATLAS_SHOW") == kind:
             print("WRONG", *sorted(found - right, key=str)[:12], "MISSING", *sorted(missing, key=str)[:12], sep="\n  ")
-    return rows
+    return [row for row in rows if row.claimed or row.true]
 
 
 def main() -> None:

@@ -17,8 +17,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from claims import Claims, tail
+from claims import Claims, tail, words
 from compiler import File, Functions, absolute, own_nodes
+from truth_design import Design
 
 _SOFT = {"match", "case", "type", "_"}
 _DANGEROUS = re.compile(
@@ -55,7 +56,11 @@ class Light(NamedTuple):
     names: set[str]  # of classes and functions, qualified
     variables: set[str]  # of modules and classes
     bases: list[tuple[str, str]]  # class, meaning of a base
-    calls: list[tuple[str, str, int]]  # meaning, own method, line
+    calls: list[tuple[str, str, int, str]]  # meaning, own method, line, the definition around
+    members: dict[str, set[str]]  # public members of each class
+    imports: set[str]  # files that are imported when the module is
+    tests: list[tuple[str, int]]
+    text: list[str]
 
 
 class Truth:
@@ -63,8 +68,9 @@ class Truth:
 
     def __init__(self, root: Path) -> None:
         self.claims: Claims = defaultdict(set)
-        self.allowed: set[tuple[object, ...]] = set()  # identifiers inside f-strings, which 3.11 does not tokenize
+        self.allowed: set[tuple[object, ...]] = set()  # words, and identifiers inside f-strings, which are one token
         self.files: dict[str, Light] = {}
+        self.edges: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)  # who calls what
         self._located: dict[str, tuple[str, str] | None] = {}
         paths = sorted(root.rglob("*.py"))
         names = {path: [root.name, *path.relative_to(root).as_posix().removesuffix(".py").split("/")] for path in paths}
@@ -85,6 +91,8 @@ class Truth:
             self._imports(file)
             self._calls(file)
             self._identifiers(file)
+            for kind, claim in Design(file).found():
+                self.claims[kind].add(claim)
         gc.enable()
         self._places()
         self._classes()
@@ -104,14 +112,20 @@ class Truth:
             for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
             if isinstance(target, ast.Name)
         }
-        return Light(dict(file.bindings[file.table.get_id()]), named, variables, bases, [])
+        members: dict[str, set[str]] = defaultdict(set)
+        for name in (*named, *variables):
+            owner, _, last = name.rpartition(".")
+            if owner and not last.startswith("_"):
+                members[owner].add(last)
+        top = dict(file.bindings[file.table.get_id()])
+        return Light(top, named, variables, bases, [], members, set(), [], file.text.split("\n"))
 
     def _definitions(self, file: File) -> None:
         path, claims = file.path, self.claims
         doc = ast.get_docstring(file.tree, clean=False)
         if doc and doc.strip():
-            text = inspect.cleandoc(doc).strip().partition("\n\n")[0]
-            claims["module docstring"].add((path, file.tree.body[0].lineno, re.sub(r"[`\s]+", " ", text).strip()))
+            text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", inspect.cleandoc(doc).strip())
+            claims["module docstring"].add((path, file.tree.body[0].lineno, words(text)[:6]))
         for node in file.tree.body:
             if isinstance(node, ast.If) and ast.unparse(node.test) in ("__name__ == '__main__'",):
                 name = path.rpartition("/")[2]
@@ -126,7 +140,7 @@ class Truth:
                 self._decorators(file, node, name)
                 for base in node.bases:
                     plain = base.value if isinstance(base, ast.Subscript) else base
-                    claims["base class"].add((path, base.lineno, name, tail(ast.unparse(plain))))
+                    claims["base class"].add((path, base.lineno, name, tail(file.meaning(plain) or ast.unparse(plain))))
             elif isinstance(node, Functions):
                 name = f"{owner}.{node.name}" if owner else node.name
                 claims["definition"].add((path, "method" if in_class else "function", name, node.lineno))
@@ -142,6 +156,7 @@ class Truth:
                 owner_is_class_or_top = in_class or table.get_type() == "module"
                 if node.name.startswith("test") and owner_is_class_or_top:
                     claims["test"].add((path, node.lineno))
+                    self.files[path].tests.append((name, node.lineno))
                 if in_class and node.name in ("__enter__", "__aenter__"):
                     claims["context manager"].add((path, node.lineno))
             elif isinstance(node, ast.Assign | ast.AnnAssign) and (in_class or table is file.table):
@@ -171,7 +186,9 @@ class Truth:
         for node in ast.walk(file.tree):
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    self._import(file, node.lineno, alias.name, "", [alias.name], relative=False)
+                    self._import(
+                        file, node.lineno, alias.name, "", [alias.name], relative=False, at_import=file.at_import(node)
+                    )
             elif isinstance(node, ast.ImportFrom):
                 base = absolute(node, file.package)
                 for alias in node.names:
@@ -183,15 +200,20 @@ class Truth:
                         alias.name,
                         wanted,
                         relative=bool(node.level),
+                        at_import=file.at_import(node),
                     )
 
-    def _import(self, file: File, line: int, module: str, name: str, wanted: list[str], *, relative: bool) -> None:
+    def _import(
+        self, file: File, line: int, module: str, name: str, wanted: list[str], *, relative: bool, at_import: bool
+    ) -> None:
         self.claims["import"].add((file.path, line, module, name))
         target = next((self.modules[one] for one in wanted if one in self.modules), "")
         if target:
             self.claims["import resolved to a file"].add((file.path, line, module, name, target))
             if target != file.path:
                 self.claims["imported by"].add((target, file.path))
+                if at_import:
+                    self.files[file.path].imports.add(target)
         elif relative or wanted[-1].partition(".")[0] in self.modules:
             self.claims["import unresolved"].add((file.path, line, module, name))
 
@@ -201,11 +223,11 @@ class Truth:
                 continue
             name = file.meaning(node.func)
             if name in ("builtins.eval", "builtins.exec", "builtins.compile", "builtins.__import__"):
-                self.claims["security call"].add((file.path, node.lineno, name.removeprefix("builtins.")))
+                self.claims["security finding"].add((file.path, node.lineno, name.removeprefix("builtins.")))
             elif _DANGEROUS.match(name):
-                self.claims["security call"].add((file.path, node.lineno, name))
+                self.claims["security finding"].add((file.path, node.lineno, name))
             for kind, pattern in _TRAINING.items():
-                own = kind == "pipeline" and name.startswith(f"{file.module}.")
+                own = kind == "pipeline" and file.module.startswith(("torch.distributed.pipelin", "sternway.pipeline"))
                 if pattern.match(name) and not own:
                     self.claims[f"training: {kind}"].add((file.path, node.lineno))
             attribute = node.func.attr if isinstance(node.func, ast.Attribute) else ""
@@ -216,15 +238,16 @@ class Truth:
                 self.claims["training: backward"].add((file.path, node.lineno))
             own = self._own(file, node)
             if own or name:
-                self.files[file.path].calls.append((name, own, node.lineno))
+                self.files[file.path].calls.append((name, own, node.lineno, file.owners[node][0]))
 
     def _places(self) -> None:
         """Where calls lead, once every file is known."""
         for path, file in self.files.items():
-            for name, own, line in file.calls:
+            for name, own, line, scope in file.calls:
                 place = (path, own) if own else self.locate(name)
                 if place is not None:
                     self.claims["called at"].add((*place, path, line))
+                    self.edges[path, scope].add(place)
 
     def _own(self, file: File, node: ast.Call) -> str:
         name = file.own_method(node)
@@ -233,11 +256,13 @@ class Truth:
     def _identifiers(self, file: File) -> None:
         for token in tokenize.generate_tokens(io.StringIO(file.text).readline):
             if token.type == tokenize.NAME and not keyword.iskeyword(token.string):
-                target = self.allowed if token.string in _SOFT else self.claims["identifier"]
+                target = self.allowed if token.string in _SOFT else self.claims["identifier or word"]
                 target.add((file.path, token.string, token.start[0]))  # type: ignore[union-attr]
-            elif token.type == tokenize.STRING and "f" in token.string[:2].lower():
+            elif token.type in (tokenize.STRING, tokenize.COMMENT):
                 for row, text in enumerate(token.string.split("\n"), token.start[0]):
-                    self.allowed.update((file.path, name, row) for name in re.findall(r"[^\W\d]\w*", text))
+                    names = re.findall(r"[^\W\d]\w*", text)
+                    self.allowed.update((file.path, form, row) for name in names for form in (name, name.lower()))
+                    self.allowed.update((file.path, word, row) for word in re.findall(r"[^\W\d_]+", text.lower()))
 
     def locate(self, name: str, depth: int = 0) -> tuple[str, str] | None:
         """The file and the qualified name of a definition, following re-exports."""
@@ -267,6 +292,31 @@ class Truth:
                     return found
             return None
         return None
+
+    def reached(self, start: tuple[str, str], most: int = 6) -> set[tuple[str, str]]:
+        """The definitions that a function reaches through calls; calling a class calls its ``__init__``."""
+        seen: set[tuple[str, str]] = set()
+        ring = {start}
+        for _ in range(most):
+            ring = {place for one in ring for place in self._next(one)} - seen
+            seen |= ring
+        return seen
+
+    def _next(self, place: tuple[str, str]) -> set[tuple[str, str]]:
+        return {*self.edges.get(place, ()), (place[0], f"{place[1]}.__init__")}
+
+    def ancestors(self, path: str, owner: str) -> set[tuple[str, str]]:
+        """The base classes of a class in the tree, and theirs."""
+        seen: set[tuple[str, str]] = set()
+        waiting = [(path, owner)]
+        while waiting:
+            path, owner = waiting.pop()
+            for name, meaning in self.files[path].bases if path in self.files else ():
+                place = self.locate(meaning) if name == owner else None
+                if place is not None and place not in seen:
+                    seen.add(place)
+                    waiting.append(place)
+        return seen
 
     def _classes(self) -> None:
         """Subclasses, and what derives from nn.Module."""

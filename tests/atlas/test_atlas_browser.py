@@ -40,40 +40,55 @@ def _wait(browser: Browser, script: str) -> object:
     raise AssertionError(f"never true: {script}")
 
 
-def test_search_lands_on_the_line_of_a_symbol(browser: Browser, site: Path) -> None:
+def _search(browser: Browser, text: str) -> list[str]:
+    """The first results of a search: name, kind and the rest, joined."""
+    browser.run("document.getElementById('search').focus(); document.getElementById('search').value = ''")
+    browser.type(text)
+    _wait(browser, f"(document.documentElement.dataset.searched ?? '').startsWith({text!r} + ' ')")
+    found = "[...document.querySelectorAll('#found li a')].map(e => [...e.children].map(c => c.textContent).join('|'))"
+    return browser.run(found)
+
+
+def test_search_lands_on_a_definition_and_one_click_later_on_its_line(browser: Browser, site: Path) -> None:
     browser.open(site / "index.html")
     browser.press("/")
-    browser.type("backward_input")
-    _wait(browser, "document.querySelectorAll('#found a').length > 0")
-    first = browser.run("document.querySelector('#found a').textContent")
+    assert browser.run("document.activeElement.id") == "search"
     path = _path(split.backward_input)
     text = (SOURCE / path).read_text().splitlines()
     line = next(number for number, row in enumerate(text, 1) if row.startswith("def backward_input"))
-    assert first.startswith(f"backward_inputfunction{path}:{line}")
+    first = _search(browser, "backward_input")[0].split("|")
+    assert (first[0], first[1], first[-1]) == ("backward_input", "function", f"{path}:{line}")
+    assert first[2].startswith("Compute the gradients of inputs now")  # a line of context
     browser.press("Enter")
-    assert _wait(browser, f"location.hash === '#L{line}' && !!document.documentElement?.dataset.ready")
+    assert _wait(browser, "location.hash === '#d-backward_input' && !!document.documentElement?.dataset.ready")
     assert browser.run("decodeURI(location.pathname)").endswith(f"{path}_docs.html")
-    top = browser.run(f"document.getElementById('L{line}').getBoundingClientRect().top")
+    top = browser.run("document.getElementById('d-backward_input').getBoundingClientRect().top")
     assert 0 < top < 860
+    browser.run(f"[...document.querySelectorAll('main a')].find(e => e.href.endsWith('_source.html#L{line}')).click()")
+    assert _wait(browser, f"location.hash === '#L{line}' && !!document.documentElement?.dataset.ready")
     shown = browser.run("document.querySelector('pre.source').textContent.split('\\n')")
-    assert shown[line - 1] == text[line - 1]
     assert shown[: len(text)] == text
 
 
-def test_search_by_part_of_a_name_by_file_and_for_nothing(browser: Browser, site: Path) -> None:
+def test_search_takes_several_words_mistakes_files_and_kinds(browser: Browser, site: Path) -> None:
     browser.open(site / "sternway" / "graph" / "index.html")
-    for query, wanted in (
-        ("transport", "DistTransport"),
-        (Path(_path(split.Pending)).name, Path(_path(split.Pending)).name),
-        ("zzqqx", ""),
-    ):
-        browser.run("document.getElementById('search').focus(); document.getElementById('search').value = ''")
-        browser.type(query)
-        if wanted:
-            names = "[...document.querySelectorAll('#found .name')].map(e => e.textContent)"
-            assert _wait(browser, f"{names}.includes('{wanted}')")
-        else:
-            _wait(browser, "document.getElementById('found').textContent === 'Nothing found.'")
+    assert _search(browser, "input backward")[0].startswith("backward_input|function")
+    assert _search(browser, "transport dist")[0].startswith("DistTransport|class")
+    assert _search(browser, "trasnport")[0].startswith("Transport|class")  # two letters swapped
+    name = Path(_path(split.Pending)).name
+    assert any(row.startswith(f"{name}|file") for row in _search(browser, name))
+    documented = _search(browser, "zero bubble paper")
+    assert documented  # words of docstrings, in no name
+    assert _search(browser, "zzqqx") == []
+    assert browser.run("document.querySelector('#found p').textContent") == "Nothing found."
+    browser.run("document.getElementById('search').value = ''")
+    before = {row.split("|")[1] for row in _search(browser, "pending")}
+    assert {"class", "method", "file", "use"} <= before
+    browser.run("delete document.documentElement.dataset.searched")
+    browser.run("[...document.querySelectorAll('.kinds button')].find(e => e.textContent === 'Classes').click()")
+    _wait(browser, "!!document.documentElement.dataset.searched")
+    kinds = browser.run("[...new Set([...document.querySelectorAll('#found .kind')].map(e => e.textContent))]")
+    assert kinds == ["class"]
     browser.press("Escape")
     assert browser.run("document.getElementById('found').hidden")
 
@@ -86,13 +101,44 @@ def test_light_and_dark(browser: Browser, site: Path) -> None:
     assert browser.run(colour) != before
 
 
-def test_sections_and_links_of_a_page(browser: Browser, site: Path) -> None:
+def test_sections_contents_and_links_of_a_page(browser: Browser, site: Path) -> None:
     page = f"{_path(split.Pending)}_docs.html"
     browser.open(site / page)
     titles = browser.run("[...document.querySelectorAll('h2')].map(e => e.textContent)")
-    assert titles[:4] == ["Metadata", "Purpose", "Overview", "Structure"]
-    assert titles[-1] == "Original source"
-    browser.run("[...document.querySelectorAll('a')].find(e => e.textContent.startsWith('every identifier')).click()")
-    assert _wait(
-        browser, f"location.pathname.endsWith('{page.replace('_docs', '_kw')}') && !!document.querySelector('dt')"
+    assert titles[:4] == ["Overview", "Detailed breakdown", "Architecture and design", "Dependencies"]
+    assert titles[-1] == "File"
+    contents = browser.run("[...document.querySelectorAll('aside > ul > li > a')].map(e => e.textContent)")
+    assert contents == titles
+    browser.run("[...document.querySelectorAll('aside a')].find(e => e.textContent === 'Dependencies').click()")
+    assert _wait(browser, "document.querySelector('aside a.now')?.textContent === 'Dependencies'")
+    assert browser.run("document.querySelectorAll('svg.diagram a').length") > 3
+    browser.run("document.querySelector('svg.diagram a').dispatchEvent(new MouseEvent('click', {bubbles: true}))")
+    assert _wait(browser, f"!location.pathname.endsWith('{page}') && !!document.documentElement?.dataset.ready")
+    browser.open(site / page)
+    browser.run("[...document.querySelectorAll('a')].find(e => e.textContent === 'Keywords').click()")
+    keywords = page.replace("_docs", "_kw")
+    assert _wait(browser, f"location.pathname.endsWith('{keywords}') && !!document.querySelector('dt')")
+    browser.run("document.querySelector('dd a').click()")
+    source = page.replace("_docs", "_source")
+    assert _wait(browser, f"location.pathname.endsWith('{source}') && location.hash.startsWith('#L')")
+
+
+def test_the_page_is_for_reading(browser: Browser, site: Path) -> None:
+    """Lines of at most 100 characters; on a phone nothing is wider than the screen."""
+    page = site / f"{_path(split.Pending)}_docs.html"
+    browser.open(page)
+    width, size = browser.run(
+        "[document.querySelector('main').clientWidth, parseFloat(getComputedStyle(document.body).fontSize)]"
     )
+    assert width / (size / 2) <= 110
+    browser.call("Emulation.setDeviceMetricsOverride", width=390, height=800, deviceScaleFactor=1, mobile=True)
+    try:
+        for path in (page, site / "index.html", site / "sternway" / "split" / "index.html"):
+            browser.open(path)
+            assert browser.run("document.documentElement.scrollWidth") <= 390, path
+            assert browser.run("getComputedStyle(document.querySelector('aside') ?? document.body).display") in (
+                "none",
+                "block",
+            )
+    finally:
+        browser.call("Emulation.clearDeviceMetricsOverride")

@@ -41,49 +41,58 @@ def _found(text: str, section: str) -> list[tuple[str, int]]:
     return [(fact.kind, fact.line) for fact in _facts(text).facts if fact.section == section]
 
 
-def test_structure_has_signatures_decorators_and_lines(out: Path) -> None:
-    structure = _section(out / "pkg/model.py_docs.md", "Structure")
-    assert "| `Block` | class | [lines 13–21](model.py_docs.html#L13) | `(nn.Module)` |" in structure
-    assert "`(self, x, *, gain: float=1.0)`" in structure
-    assert "One block; see `scale`." in structure
-    util = _section(out / "pkg/util.py_docs.md", "Structure")
-    assert "| `wait` | async function | [lines 17–18](util.py_docs.html#L17) | `()` | `@lru_cache` |" in util
-    assert "Documents raising `ValueError`" in util
+def test_the_breakdown_has_signatures_decorators_and_lines(out: Path) -> None:
+    model = _section(out / "pkg/model.py_docs.md", "Detailed breakdown")
+    assert (
+        "### class `Block`\n\n```python\nclass Block(nn.Module)\n```\n\n[lines 13–21](../../source/pkg/model.py#L13)"
+        in model
+    )
+    assert (
+        "| `Block.forward` | method | [lines 20–21](../../source/pkg/model.py#L20) | `(self, x, *, gain: float=1.0)`"
+        in model
+    )
+    assert "One block; see [`scale`](../../source/pkg/util.py#L7)." in model
+    util = _section(out / "pkg/util.py_docs.md", "Detailed breakdown")
+    assert "| `wait` | async function | [lines 17–18](../../source/pkg/util.py#L17) | `()` | `@lru_cache` |" in util
+    assert "**Raises**\n\n- `ValueError`: if it is wrong." in util
 
 
 def test_imports_resolve_to_files_or_are_called_unresolved(out: Path) -> None:
     model = _section(out / "pkg/model.py_docs.md", "Dependencies")
-    assert "| `torch.nn` |  | `nn` | outside the tree |" in model
-    assert "| `.util` | `scale` |  | [pkg/util.py](util.py_docs.md) |" in model
+    assert "| `torch.nn` | as `nn` | outside the tree |" in model
+    assert "| `.util` | `scale`, `missing` | [pkg/util.py](util.py_docs.md) |" in model
     main = _section(out / "main.py_docs.md", "Dependencies")
     assert re.search(r"\| `argparse` .* standard library \|", main)
     assert re.search(r"\| `nowhere` .* outside the tree \|", main)
-    assert "Imported by [main.py:5](../main.py_docs.html#L5), [pkg/model.py:8](model.py_docs.html#L8)" in _section(
-        out / "pkg/util.py_docs.md", "Cross-references"
+    assert (
+        "Imported by [main.py:5](../../source/main.py#L5), [pkg/model.py:8](../../source/pkg/model.py#L8)"
+        in _section(out / "pkg/util.py_docs.md", "Cross-references")
     )
 
 
 def test_callers_and_subclasses_are_found_across_files(out: Path) -> None:
     util = _section(out / "pkg/util.py_docs.md", "Cross-references")
-    assert "| `scale` | [main.py:14](../main.py_docs.html#L14), [pkg/model.py:21](model.py_docs.html#L21) |" in util
+    assert (
+        "| `scale` | [main.py:14](../../source/main.py#L14), [pkg/model.py:21](../../source/pkg/model.py#L21) |" in util
+    )
     model = _section(out / "pkg/model.py_docs.md", "Cross-references")
-    assert "| `Block` | `Deep` [pkg/model.py:24](model.py_docs.html#L24) |" in model
+    assert "| `Block` | `Deep` [pkg/model.py:24](../../source/pkg/model.py#L24) |" in model
 
 
 def test_security_is_real_calls_only(out: Path) -> None:
-    security = _section(out / "pkg/util.py_docs.md", "Security")
-    assert re.findall(r"^\| (\S+) \|.*#L(\d+)\) \|$", security, re.MULTILINE) == [
-        ("eval", "18"),
-        ("pickle.loads", "29"),
-        ("subprocess.run", "28"),
+    security = _section(out / "pkg/util.py_docs.md", "Security and safety")
+    assert re.findall(r"^\| (\S+) \| (\S+) \|.*#L(\d+)\) \|$", security, re.MULTILINE) == [
+        ("high", "eval", "18"),
+        ("high", "pickle.loads", "29"),
+        ("high", "subprocess.run", "28"),
     ]
     assert "shell=True" in security
-    assert _section(out / "pkg/__init__.py_docs.md", "Security") == ""
+    assert _section(out / "pkg/__init__.py_docs.md", "Security and safety") == ""
 
 
 def test_training_facts(out: Path) -> None:
-    training = _section(out / "pkg/model.py_docs.md", "Training")
-    assert "`Block` is an nn.Module (bases `nn.Module`, [line 13](model.py_docs.html#L13))" in training
+    training = _section(out / "pkg/model.py_docs.md", "Training and backward")
+    assert "`Block` is an nn.Module (bases `nn.Module`, [line 13](../../source/pkg/model.py#L13))" in training
     assert "forward`(self, x, *, gain: float=1.0)`" in training
     assert "`up` = `torch.nn.Linear`" in training
     assert "nn.Module subclasses, with neither a forward nor submodules of their own: `Deep`" in training
@@ -92,18 +101,20 @@ def test_training_facts(out: Path) -> None:
     assert "weights\\_only: True; keys read: 'model'" in training
     kinds = re.findall(r"^\| ([a-z ]+) \| `", training, re.MULTILINE)
     assert kinds == ["optimizer", "loss", "backward", "checkpoint save", "checkpoint load", "seed"]
-    assert "Not measured." in _section(out / "pkg/model.py_docs.md", "Measured")
-    assert _section(out / "pkg/util.py_docs.md", "Measured") == ""
+    assert _section(out / "pkg/model.py_docs.md", "Measured") == ""
+    backward = (out / "backward.md").read_text()
+    assert "| `loss.backward()` | [pkg/model.py:33](../source/pkg/model.py#L33) |" in backward
+    assert "| [`Block`](../source/pkg/model.py#L13) |" in backward
 
 
 def test_options_say_where_they_are_read(out: Path) -> None:
     settings = _section(out / "main.py_docs.md", "Settings")
     assert (
-        "| `--lr` | option | `0.1` | [line 13](main.py_docs.html#L13) | [line 11](main.py_docs.html#L11) |" in settings
+        "| `--lr` | option | `0.1` | [line 13](../source/main.py#L13) | [line 11](../source/main.py#L11) |" in settings
     )
     assert "`HOME` | environment" in settings
     keys = _section(out / "config.yaml_docs.md", "Settings")
-    assert "| `train.model` | key | `small` | [pkg/model.py:36](pkg/model.py_docs.html#L36) |" in keys
+    assert "| `train.model` | key | `small` | [pkg/model.py:36](../source/pkg/model.py#L36) |" in keys
 
 
 def test_reading_order_starts_at_entry_points(out: Path) -> None:
@@ -127,22 +138,23 @@ def test_cycles_are_named(tmp_path: Path) -> None:
 
 
 @has_ctags
-def test_other_languages_by_ctags_and_labelled(out: Path) -> None:
-    page = (out / "kernel.cu_docs.md").read_text()
+def test_other_languages_by_ctags_and_labelled(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.go").write_text("// Package a adds.\npackage a\nfunc Add(x int) int { return x }\n")
+    atlas.build(tmp_path / "src", tmp_path / "out", jobs=1)
+    page = (tmp_path / "out/a.go_docs.md").read_text()
     assert "| Read by | universal-ctags" in page
-    assert "| `add` | function | " in page
-    assert "[add.h](add.h_docs.md)" in _section(out / "kernel.cu_docs.md", "Dependencies")
-    assert "Adds two vectors." in _section(out / "kernel.cu_docs.md", "Purpose")
-    assert "[kernel.cu:2](kernel.cu_docs.html#L2)" in _section(out / "add.h_docs.md", "Cross-references")
+    assert "`a::Add`" in _section(tmp_path / "out/a.go_docs.md", "Detailed breakdown")
+    assert "Package a adds." in _section(tmp_path / "out/a.go_docs.md", "Overview")
 
 
 def test_without_ctags_the_page_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ctags, "version", lambda: "")
     (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "a.c").write_text("int f(void) { return 1; }\n")
+    (tmp_path / "src" / "a.go").write_text("package a\n")
     report = atlas.build(tmp_path / "src", tmp_path / "out", jobs=1)
     assert [(item.kind, item.text) for item in report.problems] == [("no parser", _ctags.MISSING)]
-    assert "universal-ctags is not installed" in (tmp_path / "out/a.c_docs.md").read_text()
+    assert "universal-ctags is not installed" in (tmp_path / "out/a.go_docs.md").read_text()
 
 
 def test_keys_of_configuration_files(out: Path) -> None:
@@ -156,9 +168,9 @@ def test_keywords_are_complete_and_lead_to_lines(out: Path) -> None:
     """Every identifier of the tree is there with exactly its lines."""
     page = (out / "pkg/model.py_kw.md").read_text()
     listed: dict[str, set[int]] = {}
-    for name, kind, rest in re.findall(r"^- `([^`]+)` (\w+)(.*)$", page, re.MULTILINE):
-        if kind != "word":
-            listed[name] = {int(line) for line in re.findall(r"#L(\d+)\)", rest)}
+    for name, rest in re.findall(r"^- `([^`]+)`(.*)$", page, re.MULTILINE):
+        lines = re.sub(r"\[(\d+)\]\([^)]*\)|§\d+", r"\1", rest)
+        listed.setdefault(name, set()).update(map(int, re.findall(r"\d+", lines)))
     wanted: dict[str, set[int]] = {}
     for node in ast.walk(ast.parse(odd_tree.MODEL)):
         if isinstance(node, ast.Name):
@@ -167,10 +179,14 @@ def test_keywords_are_complete_and_lead_to_lines(out: Path) -> None:
             wanted.setdefault(node.attr, set()).add(node.end_lineno or 0)
     for name, lines in wanted.items():
         assert lines <= listed[name], name
-    assert "- `Block` class defined at [13](model.py_docs.html#L13) used at" in page
-    assert re.search(r"- `paragraph` word used at \[3\]", page)
-    assert "`the` word" not in page.lower()
-    assert "- `Block` class defined at [pkg/model.py:13](pkg/model.py_docs.html#L13)" in (out / "sub.md").read_text()
+    assert "- `Block` class [13](../../source/pkg/model.py#L13) 24 29 40 §1 §2 §3" in page
+    assert "- `paragraph` 3\n" in page
+    assert "`the`" not in page
+    assert "- `Block` class defined at [pkg/model.py:13](../source/pkg/model.py#L13)" in (out / "sub.md").read_text()
+    assert "| Original file | [pkg/model.py](../../source/pkg/model.py) |" in page
+    assert "| Documentation | [model.py](model.py_docs.md) |" in page
+    assert "| Folder | [pkg](index.md) |" in page
+    assert "§2 [Detailed breakdown](model.py_docs.md#detailed-breakdown)" in page
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_measured_facts_are_on_the_page(source: Path, tmp_path: Path) -> None:
     report = atlas.build(source, out, measure=f"{source}/model.py:sample")
     assert report.ok
     page = (out / "model.py_docs.md").read_text()
-    measured = page.partition("## Measured")[2].partition("## Original")[0]
+    measured = page.partition("## Measured")[2].partition("\n## ")[0]
     assert "| `Block` | `0` | 40 | " in measured
     assert "forward (F)" in measured
     assert re.search(
@@ -60,6 +60,9 @@ def test_measured_facts_are_on_the_page(source: Path, tmp_path: Path) -> None:
     )
     assert "(_site/backward.html)" in measured
     assert "Backward of sample" in (out / "_site" / "backward.html").read_text()
+    assert "[drawn](_site/backward_Block.html)" in measured
+    assert "Backward of Block" in (out / "_site" / "backward_Block.html").read_text()
+    assert "[graph](_site/backward_Block.html)" in (out / "backward.md").read_text()
     assert "76 parameters" in measured
     assert "nodes in the backward graph" in measured
     assert "torch" in measured
@@ -71,7 +74,7 @@ def test_measured_facts_are_on_the_page(source: Path, tmp_path: Path) -> None:
     (source / "model.py").write_text(MODEL + "\n# changed\n")
     assert not atlas.check(source, out).ok
     atlas.build(source, out)
-    assert "Not measured." in (out / "model.py_docs.md").read_text()
+    assert "## Measured" not in (out / "model.py_docs.md").read_text()
     assert not (out / "_site" / "backward.html").exists()
 
 

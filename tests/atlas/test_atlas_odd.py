@@ -12,6 +12,7 @@ import pytest
 
 from sternway import atlas
 from sternway.atlas._paths import file_page, folder_of, safe
+from sternway.atlas.pages._markdown import fenced
 from sternway.atlas.read import _tree
 from sternway.errors import AtlasError
 
@@ -62,7 +63,7 @@ def test_every_other_file_has_its_pages(source: Path, built: tuple[Path, atlas.B
     paths = ["pkg/model.py", "empty.py", "latin.py", "cookie.py", "keep.log", "index.md/x_docs.md", odd_tree.NASTY]
     paths.append("bad\udcff name.py")
     for path in [*paths, "sub ~ folder/é.txt", "deep.py", ".gitignore"]:
-        for suffix in ("_docs.md", "_kw.md", "_docs.html", "_kw.html"):
+        for suffix in ("_docs.md", "_kw.md", "_docs.html", "_kw.html", "_source.html"):
             assert (out / file_page(path, suffix)).is_file(), path
     for folder in ("", "pkg", "index.md", "sub ~ folder"):
         for name in ("index", "doc", "sub"):
@@ -96,8 +97,10 @@ def test_names_keep_apart_and_inside() -> None:
 
 
 def test_fences_are_longer_than_any_inside(built: tuple[Path, atlas.BuildReport]) -> None:
-    text = (built[0] / "README.md_docs.md").read_text()
-    assert "``````markdown\n" + odd_tree.FENCES + "``````" in text
+    """A docstring's example may have fences of its own."""
+    text = "\n".join(fenced(odd_tree.FENCES, "markdown"))
+    assert text == "``````markdown\n" + odd_tree.FENCES + "``````"
+    assert "`````\nfive" not in (built[0] / "README.md_docs.md").read_text()  # read as a fence, written as one of ours
 
 
 def test_markup_in_names_and_text_is_shown_not_run(built: tuple[Path, atlas.BuildReport]) -> None:
@@ -107,7 +110,7 @@ def test_markup_in_names_and_text_is_shown_not_run(built: tuple[Path, atlas.Buil
         assert "<script>alert" not in text
         assert text.count("<script") == 1  # our own
     page = (out / file_page(odd_tree.NASTY, "_docs.html")).read_text()
-    assert html.escape(odd_tree.NASTY) in page
+    assert html.escape(odd_tree.NASTY, quote=False) in page
 
 
 def test_encodings_are_said(built: tuple[Path, atlas.BuildReport]) -> None:

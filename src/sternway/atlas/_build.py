@@ -13,8 +13,10 @@ from sternway.atlas.pages._links import check as check_links
 from sternway.atlas.read._tree import FileProblem
 from sternway.atlas.run import _measure
 from sternway.atlas.run._pool import JobPool, Progress
-from sternway.atlas.run._run import SiteBuild
+from sternway.atlas.run._run import SiteBuild, source_lines
 from sternway.atlas.run._store import SiteManifest, digest, generator
+from sternway.atlas.run._work import stored
+from sternway.errors import AtlasError
 
 
 def build(
@@ -22,6 +24,7 @@ def build(
     out: Path | str,
     *,
     include: Iterable[str] = (),
+    source_url: str = "",
     jobs: int | None = None,
     measure: str | None = None,
     measure_seconds: float = 300.0,
@@ -38,6 +41,8 @@ def build(
         source: the root of the tree. Nothing in it is imported or run, unless ``measure`` asks for it.
         out: the folder for pages: new, empty, or written by an earlier run.
         include: patterns as in a ``.gitignore``; if given, only files that match one get pages.
+        source_url: where a code host shows the source, such as ``https://host/owner/repo/blob/main/src``. Links to
+            lines in Markdown pages start with it; without it they lead to the source files, relative to the pages.
         jobs: the number of processes; the number of cores if None.
         measure: ``path.py:function``, which returns a model and a sample, or a loss and its model. It runs in a
             process of its own.
@@ -48,7 +53,7 @@ def build(
         AtlasError: the source is not a folder, or the output folder has other files in it.
     """
     start = time.perf_counter()
-    run = SiteBuild(Path(source), Path(out), tuple(include))
+    run = SiteBuild(Path(source), Path(out), tuple(include), checked_url(source_url))
     measured = _measure.measure(measure, run.tree.root, run.site.out, measure_seconds) if measure else run.measured()
     before = run.before
     if before is not None and run.unchanged(before, measured):
@@ -68,26 +73,40 @@ def build(
     )
 
 
-def check(source: Path | str, out: Path | str, *, include: Iterable[str] = ()) -> BuildReport:
+def checked_url(address: str) -> str:
+    """The address of the source, which pages will link to."""
+    if address and (not address.startswith(("https://", "http://")) or any(char in address for char in ' "<>()#')):
+        raise AtlasError(
+            "--source-url must be the address of a folder on a code host",
+            got=repr(address),
+            fix="for example https://github.com/owner/repo/blob/main/src",
+        )
+    return address
+
+
+def check(source: Path | str, out: Path | str, *, include: Iterable[str] = (), source_url: str = "") -> BuildReport:
     """Compare pages with their source, and check every link of the pages on disk; nothing is written.
 
     Args:
         source: the root of the tree.
         out: the folder that ``build`` wrote.
         include: as for ``build``.
+        source_url: as for ``build``.
 
     Returns:
         A report whose ``stale`` says what differs, one line each, and whose ``broken`` lists links without a target.
     """
     start = time.perf_counter()
-    run = SiteBuild(Path(source), Path(out), tuple(include))
+    run = SiteBuild(Path(source), Path(out), tuple(include), checked_url(source_url))
     if run.before is None:
         manifest = SiteManifest(generator(), "", run.sources, {}, (), (), 0, {}, 0)
         stale: tuple[str, ...] = ("there are no pages yet",)
         return report(run, manifest, stale=stale, seconds=time.perf_counter() - start)
     links: dict[str, Links] = {}
     stale = tuple(_stale(run, run.before, links))
-    broken = check_links(links, [page for page in run.before.pages if page not in links])
+    lines = {path: stored(run.site.out, path)[1] for path in run.before.sources}
+    others = [page for page in run.before.pages if page not in links]
+    broken = check_links(links, others, source_lines(run.site.base, lines))
     manifest = run.before._replace(broken=tuple((item.page, item.target) for item in broken))
     return report(run, manifest, kept=len(manifest.pages), stale=stale, seconds=time.perf_counter() - start)
 

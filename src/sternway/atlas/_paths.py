@@ -11,9 +11,12 @@ import hashlib
 import os
 import posixpath
 import re
+import urllib.parse
 
 _UNSAFE = re.compile(rb"[^A-Za-z0-9._+\-]")
-_OURS = re.compile(r"(index|doc|sub(_[a-z0-9]+)?|reading|search)\.(md|html)|.*_(docs|kw)\.(md|html)|_site|\.atlas")
+_OURS = re.compile(
+    r"(index|doc|sub(\.\d+)?|reading(_\d+)?|backward)\.(md|html)|.*_(docs|kw(\.\d+)?|source)\.(md|html)|_site|\.atlas"
+)
 _LONGEST = 180
 _cached = functools.lru_cache(maxsize=1 << 16)  # the same few thousand paths are asked for millions of times
 
@@ -64,3 +67,16 @@ def shown(path: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+
+
+@_cached
+def anchor_of(name: str) -> str:
+    """The anchor of a definition on the page of its file."""
+    return "d-" + re.sub(r"[^\w.:~-]", lambda match: f"-{ord(match[0]):x}-", name)
+
+
+@_cached
+def source_link(page: str, base: str, path: str) -> str:
+    """The link from a Markdown page to a source file. ``base``: an address, or a path relative to the output folder."""
+    whole = f"{base.rstrip('/')}/{urllib.parse.quote(os.fsencode(path))}"
+    return whole if "://" in base else "../" * page.count("/") + whole

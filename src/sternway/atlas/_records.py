@@ -18,9 +18,12 @@ class Definition(NamedTuple):
     end: int
     signature: str = ""  # "(self, x: int) -> str"; for a class, its bases: "(Base, Mixin)"
     decorators: tuple[str, ...] = ()
-    doc: str = ""  # the docstring's first paragraph
+    doc: str = ""  # the docstring, without its indentation
+    doc_line: int = 0
     is_async: bool = False
-    raises: tuple[str, ...] = ()  # documented exceptions, by griffe
+    value: str = ""  # of a variable: what is assigned, where that is short
+    returns: tuple[str, ...] = ()  # of a function without a docstring: what its return statements return
+    raises: tuple[str, ...] = ()  # the exceptions that its own raise statements name
 
 
 class Import(NamedTuple):
@@ -40,6 +43,9 @@ class Call(NamedTuple):
     name: str
     line: int
     scope: str  # the definition around it, "" at module level
+    first: int = 0  # the lines of the statement around it; 0 in the head of a compound statement
+    last: int = 0
+    loop: int = 0  # the line of the innermost loop around it
 
 
 class Base(NamedTuple):
@@ -53,11 +59,12 @@ class Base(NamedTuple):
 class Fact(NamedTuple):
     """One fact for a section of the page: ``text`` is code from the source, ``note`` adds words."""
 
-    section: str  # "patterns", "performance", "security", "testing", or one of the training kinds
+    section: str  # "patterns", "state", "starts", "private", "performance", "security", "testing", "training"
     kind: str  # "async function", "torch.load", …
     text: str
     line: int
     note: str = ""
+    weight: str = ""  # of a finding: "high", "medium" or "low"
 
 
 class ModuleFacts(NamedTuple):
@@ -94,10 +101,11 @@ class Facts(NamedTuple):
     """Everything that parsing one file gives, before other files are considered."""
 
     language: str
-    parser: str  # "ast", "ctags", "keys", "words"
+    parser: str  # "ast", "tree-sitter", "ctags", "keys", "words"
     problem: str = ""  # why the parser for its language was not used
-    purpose: str = ""
+    purpose: str = ""  # the first paragraph of ``doc``
     purpose_line: int = 0
+    doc: str = ""  # the module's docstring, or the comment that the file opens with
     definitions: tuple[Definition, ...] = ()
     imports: tuple[Import, ...] = ()
     calls: tuple[Call, ...] = ()
@@ -108,6 +116,7 @@ class Facts(NamedTuple):
     subscripts: tuple[tuple[str, int], ...] = ()  # literal keys that are read
     exports: tuple[str, ...] = ()
     main_line: int = 0  # `if __name__ == "__main__"`
+    mentions: tuple[str, ...] = ()  # names that docstrings and annotations mention; the pages link those that resolve
 
 
 _LISTS: dict[str, Any] = {
@@ -141,7 +150,7 @@ def unpack(text: str) -> Facts:
             values[name] = tuple([record._make(_frozen(item)) for item in values[name]])
         else:
             values[name] = tuple(map(tuple if record is tuple else record._make, values[name]))
-    values["exports"] = tuple(values["exports"])
+    values["exports"], values["mentions"] = tuple(values["exports"]), tuple(values["mentions"])
     return Facts(**values)
 
 
@@ -150,6 +159,9 @@ def _frozen(item: list[Any]) -> tuple[Any, ...]:
 
 
 def pack_keywords(keywords: list[Keyword]) -> str:
-    """Keywords as JSON, with what folder indexes need: name, kind, and one line."""
-    rows = [(word.name, word.kind, word.line or word.uses[0]) for word in keywords]
-    return json.dumps(rows, ensure_ascii=True, separators=(",", ":"))
+    return json.dumps(keywords, ensure_ascii=True, separators=(",", ":"))
+
+
+def unpack_keywords(text: str) -> list[Keyword]:
+    """The inverse of ``pack_keywords``."""
+    return [Keyword(name, kind, line, tuple(uses)) for name, kind, line, uses in json.loads(text)]

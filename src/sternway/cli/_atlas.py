@@ -25,6 +25,9 @@ def atlas(
     include: Annotated[
         list[str] | None, typer.Option(help="Only files that match, as in a .gitignore; may be repeated.")
     ] = None,
+    source_url: Annotated[
+        str, typer.Option(help="Where a code host shows SOURCE; Markdown pages then link to lines there.")
+    ] = "",
     check: Annotated[
         bool, typer.Option("--check", help="Write nothing; fail if pages are stale or a link is broken.")
     ] = False,
@@ -39,7 +42,7 @@ def atlas(
     from sternway import atlas as room
 
     if check:
-        report = room.check(source, out, include=include or ())
+        report = room.check(source, out, include=include or (), source_url=source_url)
     else:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
         with Progress(
@@ -56,6 +59,7 @@ def atlas(
                 source,
                 out,
                 include=include or (),
+                source_url=source_url,
                 jobs=jobs,
                 measure=measure,
                 measure_seconds=measure_seconds,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_NAMES = ("atlas.css", "atlas.js")
-
 
 def assets() -> dict[str, str]:
     """Output path → text."""
     folder = Path(__file__).parent / "assets"
-    return {f"_site/{name}": (folder / name).read_text("utf-8") for name in _NAMES}
+    script = "".join((folder / name).read_text("utf-8") for name in ("search.js", "atlas.js"))
+    return {"_site/atlas.css": (folder / "atlas.css").read_text("utf-8"), "_site/atlas.js": script}

@@ -1,16 +1,24 @@
-"""A page before it is written: sections of paragraphs, lists and tables, made of words, code and links.
+"""A page before it is written: sections of paragraphs, lists, tables and diagrams, made of words, code and links.
 
 Markdown and HTML are both written from these, so they have the same content.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 
 class Code(NamedTuple):
+    text: str
+    anchor: str = ""  # the definition that this is the place of
+
+
+class Strong(NamedTuple):
+    text: str
+
+
+class Emphasis(NamedTuple):
     text: str
 
 
@@ -23,14 +31,30 @@ class At(NamedTuple):
 
 
 class To(NamedTuple):
-    """A link to a page of a file ("docs", "kw"), a folder ("index", "doc", "sub") or the tree ("reading", "search")."""
+    """A link to a page of a file ("docs", "kw", "source"), a folder ("index", "doc", "sub") or the tree ("reading")."""
 
     kind: str
     path: str
     text: str
 
 
-Inline: TypeAlias = str | Code | At | To
+class Ref(NamedTuple):
+    """A name, linked to its definition."""
+
+    text: str
+    path: str
+    name: str
+    line: int
+
+
+class Url(NamedTuple):
+    """A link to the web, from a docstring."""
+
+    address: str
+    text: str
+
+
+Inline: TypeAlias = str | Code | Strong | Emphasis | At | To | Ref | Url
 Words: TypeAlias = tuple[Inline, ...]
 
 
@@ -55,7 +79,60 @@ class Source(NamedTuple):
     lexer: str
 
 
-Block: TypeAlias = Paragraph | Items | Table | Source
+class Fence(NamedTuple):
+    """A piece of code."""
+
+    text: str
+    lexer: str = ""
+
+
+class Signature(NamedTuple):
+    """The first lines of a definition; the names in ``links`` lead to their own."""
+
+    text: str
+    lexer: str
+    links: tuple[Ref, ...] = ()
+
+
+class Heading(NamedTuple):
+    """A definition's heading; ``level`` 3 is a section's first."""
+
+    level: int
+    name: str
+    kind: str
+    anchor: str = ""
+
+
+class Note(NamedTuple):
+    title: str
+    blocks: tuple[Block, ...]
+
+
+class Fold(NamedTuple):
+    """Blocks that are shown on demand."""
+
+    title: str
+    blocks: tuple[Block, ...]
+
+
+class Box(NamedTuple):
+    """A box of a diagram: its text, its column, and where it leads."""
+
+    text: str
+    column: int
+    target: At | To | Ref | None = None
+    is_subject: bool = False
+
+
+class Diagram(NamedTuple):
+    """Boxes and arrows between them, by number."""
+
+    title: str
+    boxes: tuple[Box, ...]
+    arrows: tuple[tuple[int, int], ...]
+
+
+Block: TypeAlias = Paragraph | Items | Table | Source | Fence | Signature | Heading | Note | Fold | Diagram
 
 
 class Section(NamedTuple):
@@ -71,24 +148,6 @@ class Page(NamedTuple):
     title: str
     sections: tuple[Section, ...]
     is_file: bool = False
-
-
-_QUOTED = re.compile(r"``([^`]+)``|`([^`\n]+)`")
-
-
-def prose(text: str) -> Words:
-    """A docstring's words, with what is in backquotes as code.
-
-    Example:
-        >>> prose("Calls ``run`` once.")
-        ('Calls ', Code(text='run'), ' once.')
-    """
-    words: list[Inline] = []
-    end = 0
-    for match in _QUOTED.finditer(text):
-        words += [text[end : match.start()], Code(match[1] or match[2])]
-        end = match.end()
-    return tuple(word for word in (*words, text[end:]) if word)
 
 
 def sentence(*words: Inline) -> Paragraph:
@@ -109,6 +168,11 @@ def cut(parts: Sequence[Words], most: int, between: str = ", ") -> Words:
     """Join at most ``most`` runs of words, followed by "(N of M)" if some are left out."""
     words = joined(parts[:most], between)
     return words if len(parts) <= most else (*words, f" ({most} of {len(parts):,})")
+
+
+def folded(title: str, block: Block | None, rows: int, most: int) -> Block | None:
+    """The block, folded away if it has more rows than ``most``."""
+    return Fold(title, (block,)) if block is not None and rows > most else block
 
 
 def section(title: str, *blocks: Block | None) -> Section | None:

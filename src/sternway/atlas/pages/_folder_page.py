@@ -1,10 +1,10 @@
-"""The pages of a folder: its contents (index), and an overview (doc)."""
+"""The page of a folder: what it is for, where to start, its layers, its folders and files."""
 
 from __future__ import annotations
 
 import posixpath
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from sternway.atlas._paths import folder_page, shown
@@ -12,24 +12,32 @@ from sternway.atlas._records import Facts
 from sternway.atlas.pages._blocks import (
     At,
     Block,
+    Box,
     Code,
+    Diagram,
     Items,
     Page,
+    Ref,
     To,
     Words,
     cut,
-    prose,
     section,
     sections,
     sentence,
     table,
 )
+from sternway.atlas.pages._docstring_page import described
+from sternway.atlas.pages._prose import prose
 from sternway.atlas.read._tree import FileProblem
 from sternway.atlas.relate._context import Relations
-from sternway.atlas.relate._order import shortest_cycle
+from sternway.atlas.relate._layers import layers
+from sternway.atlas.relate._order import cycles
+from sternway.atlas.relate._start import PARSED
 
-_FIRST = 40  # of the reading order, on the first page
-_MOST = 30
+_FIRST = 12  # files to start with
+_ROWS = 60  # folders in the tree of a page
+_BOXES = 22  # of a layer diagram
+_NAMED = 4  # definitions that stand for a purpose
 
 
 class TreeFacts(NamedTuple):
@@ -41,6 +49,7 @@ class TreeFacts(NamedTuple):
     whole: Relations
     problems: Sequence[FileProblem]
     folders: Sequence[str]
+    order: Sequence[str]  # all files, in the order to read them
 
 
 class Folder:
@@ -48,196 +57,152 @@ class Folder:
 
     def __init__(self, known: TreeFacts, path: str) -> None:
         self.known, self.path = known, path
-        start = f"{path}/" if path else ""
-        self.below = [file for file in known.facts if file.startswith(start)]
-        self.direct = [file for file in self.below if "/" not in file[len(start) :]]
-        self.folders = [one for one in known.folders if one.startswith(start) and "/" not in one[len(start) :] and one]
+        self._start = f"{path}/" if path else ""
+        self.below = [file for file in known.facts if file.startswith(self._start)]
+        self.direct = [file for file in self.below if "/" not in file[len(self._start) :]]
+        self.folders = [one for one in known.folders if one and one.startswith(self._start)]
         self.problems = [item for item in known.problems if posixpath.dirname(item.path) == path]
         self.title = shown(posixpath.basename(path)) if path else known.tree
 
     def index(self) -> Page:
-        """Subfolders, files, and files without a page; for the top folder also where to start."""
+        """Purpose, where to start, layers, folders and files."""
+        init = f"{self._start}__init__.py"
+        facts = self.known.facts.get(init)
+        said: list[Block] = []
+        if facts is not None and facts.doc:
+            said = [*described(facts.doc, dict(self.known.whole.contexts[init].links))]
+            said.append(sentence("(From ", At(init, facts.purpose_line), ".)"))
+        pages: list[Words] = [
+            (To("doc", self.path, "Overview"), ": languages, dependencies, training facts, security"),
+            (To("sub", self.path, "Definitions"), ": every name that is defined below this folder, by letter"),
+        ]
+        if not self.path:
+            pages.append((To("reading", "", "Reading order"), ": every file, and import cycles"))
+            pages.append(
+                (To("backward", "", "Backward"), ": modules, backward calls, hooks, saved tensors, optimizers")
+            )
         return Page(
             folder_page(self.path, "index"),
             self.path,
             self.title,
             sections(
-                section(
-                    "Pages",
-                    Items(
-                        (
-                            (To("doc", self.path, "Overview"), ": languages, dependencies, training facts, security"),
-                            (To("sub", self.path, "Keywords"), ": every identifier and word below this folder"),
-                        )
-                    ),
-                ),
-                section("Where to start", *self._start()) if not self.path else None,
-                section("Folders", table(("folder", "files", "lines"), map(self._folder_row, self.folders))),
+                section("Overview", *said, Items(tuple(pages))),
+                section("Where to start", self._where_to_start()),
+                section("Layers", self._layers()),
+                section("Folders", table(("folder", "files", "lines", "purpose"), self._tree())),
                 section("Files", table(("file", "language", "lines", "purpose"), map(self._file_row, self.direct))),
-                section(
-                    "Without a page",
-                    table(
-                        ("path", "why", "more"),
-                        (((Code(shown(item.path)),), (item.kind,), (item.text,)) for item in self.problems),
-                    ),
-                ),
+                section("Without a page", self._without()),
             ),
         )
 
-    def _folder_row(self, path: str) -> tuple[Words, ...]:
-        inside = [file for file in self.below if file.startswith(f"{path}/")]
-        lines = sum(self.known.lines[file] for file in inside)
-        return (To("index", path, shown(posixpath.basename(path)) + "/"),), (f"{len(inside):,}",), (f"{lines:,}",)
+    def _where_to_start(self) -> Block | None:
+        inside = set(self.below)
+        code = [path for path in self.known.order if path in inside and self.known.facts[path].parser in PARSED]
+        if len(code) < 3:
+            return None
+        return Items(tuple(reading_line(self.known, path) for path in code[:_FIRST]), ordered=True)
+
+    def _layers(self) -> Diagram | None:
+        """Files and folders directly inside, in layers: left imports right."""
+        inside, counts = set(self.below), Counter[tuple[str, str]]()
+        for file in self.below:
+            for target in self.known.whole.graph[file]:
+                one, other = self._child(file), self._child(target)
+                if target in inside and one != other:
+                    counts[one, other] += 1
+        degree = Counter(child for pair in counts for child in pair)
+        kept = sorted(sorted(degree, key=lambda one: (-degree[one], one))[:_BOXES])
+        arrows = sorted(pair for pair in counts if pair[0] in kept and pair[1] in kept)
+        if len(kept) < 3:
+            return None
+        graph = {one: tuple(end for start, end in arrows if start == one) for one in kept}
+        shown_arrows = [(start, end) for start, end in arrows if not _implied(graph, start, end)]
+        stands = layers(graph, tuple(cycles(graph)))
+        highest = max(place.layer for place in stands.values())
+        boxes = tuple(
+            Box(shown(one[len(self._start) :]), highest - stands[one].layer, self._target(one)) for one in kept
+        )
+        number = {one: index for index, one in enumerate(kept)}
+        title = "Imports inside this folder: left imports right; arrows that others imply are left out"
+        if len(degree) > len(kept):
+            title += f" ({len(kept)} of {len(degree)} shown, those with most imports)"
+        return Diagram(title, boxes, tuple((number[start], number[end]) for start, end in shown_arrows))
+
+    def _child(self, file: str) -> str:
+        first, slash, _ = file[len(self._start) :].partition("/")
+        return f"{self._start}{first}{slash}"
+
+    def _target(self, child: str) -> To:
+        folder = child.endswith("/")
+        return To("index" if folder else "docs", child.removesuffix("/"), "")
+
+    def _tree(self) -> Iterator[tuple[Words, ...]]:
+        """Folders below, as deep as fits on a page."""
+        depth = {path: path[len(self._start) :].count("/") for path in self.folders}
+        deepest = 0
+        while deepest < 3 and sum(level <= deepest + 1 for level in depth.values()) <= _ROWS:
+            deepest += 1
+        for path in sorted(self.folders):
+            if depth[path] > deepest:
+                continue
+            inside = [file for file in self.below if file.startswith(f"{path}/")]
+            lines = sum(self.known.lines[file] for file in inside)
+            facts = self.known.facts.get(f"{path}/__init__.py")
+            lead = "\u2003" * depth[path]
+            link = To("index", path, shown(posixpath.basename(path)) + "/")
+            said = prose(facts.purpose) if facts else ()
+            yield (lead, link) if lead else (link,), (f"{len(inside):,}",), (f"{lines:,}",), said
 
     def _file_row(self, path: str) -> tuple[Words, ...]:
         facts = self.known.facts[path]
-        said: Words = (*prose(facts.purpose), " ", At(path, facts.purpose_line, f"line {facts.purpose_line}"))
         return (
             (To("docs", path, shown(posixpath.basename(path))),),
             (facts.language,),
             (f"{self.known.lines[path]:,}",),
-            said if facts.purpose else (),
+            purpose(path, facts),
         )
 
-    def _start(self) -> Iterable[Block | None]:
-        order = reading_order(self.known.whole)
-        yield Items(tuple(map(self._reading, order[:_FIRST])), ordered=True)
-        if len(order) > _FIRST:
-            yield sentence(f"{_FIRST} of {len(order):,} files; ", To("reading", "", "the whole reading order"), ".")
-        else:
-            yield sentence(To("reading", "", "The reading order on a page of its own"), ".")
-
-    def _reading(self, path: str) -> Words:
-        return reading_line(self.known, path)
-
-    def doc(self) -> Page:
-        """Languages, dependencies, entry points, cycles, and facts of all files below."""
-        languages = Counter(self.known.facts[file].language for file in self.below)
-        lines: Counter[str] = Counter()
-        for file in self.below:
-            lines[self.known.facts[file].language] += self.known.lines[file]
-        init = f"{self.path}/__init__.py" if self.path else "__init__.py"
-        facts = self.known.facts.get(init)
-        return Page(
-            folder_page(self.path, "doc"),
-            self.path,
-            f"Overview of {self.title}",
-            sections(
-                section("Purpose", sentence(*prose(facts.purpose), " (", At(init, facts.purpose_line), ")"))
-                if facts and facts.purpose
-                else None,
-                section(
-                    "Languages",
-                    table(
-                        ("language", "files", "lines"),
-                        (((name,), (f"{count:,}",), (f"{lines[name]:,}",)) for name, count in languages.most_common()),
-                    ),
-                ),
-                section("Most imported", self._most_imported()),
-                section("Depends on", *self._depends()),
-                section("Entry points", self._entries()),
-                section("Import cycles", *_cycles(self.known.whole, set(self.below))),
-                section("Training", self._found("training")),
-                section("Security", self._found("security")),
-                section("Tests", self._found("testing")),
-            ),
-        )
-
-    def _most_imported(self) -> Block | None:
-        counts = [(len(self.known.whole.contexts[file].importers), file) for file in self.below]
-        best = sorted(((count, file) for count, file in counts if count), key=lambda pair: (-pair[0], pair[1]))
-        rows = (((To("docs", file, shown(file)),), (f"{count:,}",)) for count, file in best[:_MOST])
-        return table(("file", f"files that import it ({min(_MOST, len(best))} of {len(best):,} shown)"), rows)
-
-    def _depends(self) -> Iterable[Block | None]:
-        inside = set(self.below)
-        folders: Counter[str] = Counter()
-        packages: dict[str, list[tuple[str, int]]] = defaultdict(list)
-        unresolved: list[Words] = []
-        for file in self.below:
-            facts = self.known.facts[file]
-            for item, target in zip(facts.imports, self.known.whole.contexts[file].imports, strict=True):
-                if target == "unresolved":
-                    unresolved.append((Code("." * item.level + item.module), " at ", At(file, item.line)))
-                elif target == "outside the tree" and facts.language == "Python":
-                    packages[item.module.partition(".")[0]].append((file, item.line))
-                elif target in self.known.facts and target not in inside:
-                    folders[posixpath.dirname(target)] += 1
-        rows = (
-            ((To("index", path, shown(path) or self.known.tree),), (f"{count:,}",))
-            for path, count in sorted(folders.items(), key=lambda pair: (-pair[1], pair[0]))[:_MOST]
-        )
-        yield table(("folder outside this one", "imports"), rows)
-        outside = sorted(packages.items(), key=lambda pair: (-len(pair[1]), pair[0]))
-        yield table(
-            ("package outside the tree", "imports", "first at"),
-            (((Code(name),), (f"{len(places):,}",), (At(*min(places)),)) for name, places in outside),
-        )
-        if unresolved:
-            yield sentence("Unresolved: ", *cut(unresolved, _MOST), ".")
-
-    def _entries(self) -> Block | None:
-        rows = [(file, self.known.whole.entries[file]) for file in self.below if file in self.known.whole.entries]
-        return table(("file", "why"), (((To("docs", file, shown(file)),), (why,)) for file, why in rows))
-
-    def _found(self, name: str) -> Block | None:
-        kinds: dict[str, list[Words]] = defaultdict(list)
-        for file in self.below:
-            for fact in self.known.facts[file].facts:
-                if fact.section == name:
-                    kinds[fact.kind].append((At(file, fact.line),))
-        return table(
-            ("kind", "times", "where"),
-            (((kind,), (f"{len(found):,}",), cut(found, 12)) for kind, found in sorted(kinds.items())),
-        )
+    def _without(self) -> Block | None:
+        rows = (((Code(shown(item.path)),), (item.kind,), (item.text,)) for item in self.problems)
+        return table(("path", "why", "more"), rows)
 
 
-def reading_order(whole: Relations) -> list[str]:
-    """Entry points first, then the rest by importance."""
-    entries = [path for path in whole.order if path in whole.entries]
-    return [*entries, *(path for path in whole.order if path not in whole.entries)]
+def _implied(graph: Mapping[str, tuple[str, ...]], start: str, end: str) -> bool:
+    """Whether another way leads from ``start`` to ``end``, in a graph where no way leads back."""
+    waiting = [one for one in graph[start] if one != end]
+    seen = {start, *waiting}
+    while waiting:
+        for following in graph[waiting.pop()]:
+            if following == start:
+                return False  # a cycle: every arrow in it says something
+            if following == end:
+                return True
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return False
+
+
+def purpose(path: str, facts: Facts) -> Words:
+    """The docstring's first paragraph; without one, the public names that the file defines."""
+    if facts.purpose:
+        return prose(facts.purpose)
+    tops = [item for item in facts.definitions if "." not in item.name and item.kind != "variable"]
+    public = [item for item in tops if not item.name.startswith("_")] or tops
+    if not public:
+        return ()
+    names: list[Words] = [(Ref(item.name, path, item.name, item.line),) for item in public]
+    return ("defines ", *cut(names, _NAMED))
 
 
 def reading_line(known: TreeFacts, path: str) -> Words:
-    context = known.whole.contexts[path]
+    """A file in a reading order: why it stands there, and its purpose."""
+    count = len(known.whole.contexts[path].importers)
     why = known.whole.entries.get(path, "")
-    count = len(context.importers)
     said = f"entry point: {why}" if why else f"imported by {count:,} file{'s' * (count != 1)}" if count else ""
-    facts = known.facts[path]
-    purpose: Words = (": ", *prose(facts.purpose)) if facts.purpose else ()
-    return (To("docs", path, shown(path)), *((f" ({said})",) if said else ()), *purpose)
-
-
-def reading_page(known: TreeFacts) -> Page:
-    """The whole order on one page."""
-    order = reading_order(known.whole)
-    python = [path for path in order if known.facts[path].parser in ("ast", "ctags")]
-    rest = [path for path in order if path not in set(python)]
-    return Page(
-        "reading",
-        "",
-        f"How to read {known.tree}",
-        sections(
-            section(
-                "",
-                sentence(
-                    "Entry points first; then by importance, which is PageRank over imports that run at import time: "
-                    "a file is important if important files import it."
-                ),
-            ),
-            section("Order", Items(tuple(reading_line(known, path) for path in python), ordered=True)),
-            section("Everything else", Items(tuple(reading_line(known, path) for path in rest))),
-            section("Import cycles", *_cycles(known.whole, set(order))),
-        ),
+    found = purpose(path, known.facts[path])
+    return (
+        To("docs", path, shown(path)),
+        *((f" ({said})",) if said else ()),
+        *((": ", *found) if found else ()),
     )
-
-
-def _cycles(whole: Relations, inside: set[str]) -> Iterable[Block | None]:
-    groups = [group for group in whole.cycles if inside.issuperset(group)]
-    for group in groups[:_MOST]:
-        way = shortest_cycle(whole.graph, group)
-        links = [(To("docs", path, shown(path)),) for path in way]
-        size = f"{len(group):,} files that reach each other; the shortest way round from the first: "
-        yield sentence(size, *cut(links, 20, " → "), ".")
-    if len(groups) > _MOST:
-        yield sentence(f"{_MOST} of {len(groups):,} cycles.")

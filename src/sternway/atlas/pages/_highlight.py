@@ -10,6 +10,8 @@ from pygments.lexers import get_lexer_by_name
 from sternway.atlas.python._lexer import tokens
 from sternway.atlas.read._text import lines_of
 
+# Short tags instead of spans with classes: half of a source page would be marks otherwise.
+TAGS = {"c": "em", "s": "samp", "k": "b", "m": "var", "n": "cite", "p": "cite"}
 PLAIN_ABOVE = 400_000  # characters, for languages other than Python; highlighting a longer file takes seconds
 
 
@@ -29,10 +31,8 @@ def _python(text: str) -> list[str]:
     for kind, start, end in tokens(text):
         parts.append(escape(text[before:start], quote=False))
         body = escape(text[start:end], quote=False)
-        mark = f"<span class={kind}>"
-        parts.append(
-            f"{mark}{body}</span>" if "\n" not in body else mark + body.replace("\n", f"</span>\n{mark}") + "</span>"
-        )
+        tag = TAGS[kind]
+        parts.append(f"<{tag}>{body}</{tag}>".replace("\n", f"</{tag}>\n<{tag}>"))
         before = end
     parts.append(escape(text[before:], quote=False))
     return lines_of("".join(parts))
@@ -45,8 +45,8 @@ def _pygments(text: str, lexer: str) -> list[str]:
         mark = _class(kind)
         body = escape(value, quote=False)
         if mark and value.strip():
-            opening = f"<span class={mark}>"
-            body = opening + body.replace("\n", f"</span>\n{opening}") + "</span>"
+            tag = TAGS[mark]
+            body = f"<{tag}>{body}</{tag}>".replace("\n", f"</{tag}>\n<{tag}>")
         pieces.append(body)
     return lines_of("".join(pieces))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from html import escape
 from typing import Any
@@ -10,10 +11,36 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, select_autoescape
 from markupsafe import Markup
 
-from sternway.atlas._paths import link, shown
-from sternway.atlas.pages._blocks import At, Block, Code, Inline, Items, Page, Paragraph, Source, Table, Words, slug
+from sternway.atlas._paths import anchor_of, link, shown
+from sternway.atlas.pages._blocks import (
+    At,
+    Block,
+    Code,
+    Diagram,
+    Emphasis,
+    Fence,
+    Fold,
+    Heading,
+    Inline,
+    Items,
+    Note,
+    Page,
+    Paragraph,
+    Ref,
+    Signature,
+    Source,
+    Strong,
+    Table,
+    To,
+    Url,
+    Words,
+    slug,
+)
+from sternway.atlas.pages._diagram import svg
 from sternway.atlas.pages._highlight import highlight
 from sternway.atlas.pages._links import relative
+
+_NAMES = re.compile(r"[^\W\d][\w.]*")
 
 
 @functools.cache
@@ -27,10 +54,19 @@ def _template(name: str) -> Any:
 def to_html(page: Page, tree: str) -> str:
     """The whole page. ``tree``: the name of the source tree."""
     name = f"{page.name}.html"
-    sections = [
-        (section.title, slug(section.title), Markup("\n".join(_blocks(section.blocks, name))))
-        for section in page.sections
-    ]
+    base = relative(name, "source", page.path, ".html") if page.is_file and name.endswith("_docs.html") else ""
+    writer = HtmlWriter(name, base)
+    sections = []
+    for section in page.sections:
+        body = Markup("\n".join(writer.block(block) for block in section.blocks))
+        inside = [block for block in section.blocks if isinstance(block, Heading) and block.level == 3 and block.anchor]
+        entries = [(block.name, anchor_of(block.anchor)) for block in inside]
+        sections.append((section.title, slug(section.title), body, entries))
+    return _page(page, tree, sections, base=base, here=writer.here)
+
+
+def _page(page: Page, tree: str, sections: list[Any], **more: Any) -> str:
+    name = f"{page.name}.html"
     text: str = _template("page.html").render(
         title=page.title,
         tree=tree,
@@ -38,9 +74,15 @@ def to_html(page: Page, tree: str) -> str:
         sections=sections,
         site=link(name, "_site"),
         root=link(name, ".") if "/" in name else ".",
-        here=name,
+        is_code=page.is_file,
+        **more,
     )
     return text
+
+
+def index_html(page: Page, tree: str, body: str, base: str = "") -> str:
+    """A keyword index page around a finished body. ``base``: the page beside it that ``#L12`` means."""
+    return _page(page, tree, [("", "", Markup(body), [])], keywords=True, base=base)
 
 
 def _crumbs(page: Page, tree: str, name: str) -> Iterator[tuple[str, str]]:
@@ -55,21 +97,92 @@ def _crumbs(page: Page, tree: str, name: str) -> Iterator[tuple[str, str]]:
         yield shown(parts[-1]), relative(name, "docs", page.path, ".html")
 
 
-def _blocks(blocks: tuple[Block, ...], page: str) -> Iterator[str]:
-    for block in blocks:
+class HtmlWriter:
+    """Writes the blocks of one page. ``base``: the page beside it that ``#L12`` means, if not this one."""
+
+    def __init__(self, page: str, base: str = "") -> None:
+        self.page, self.base = page, base
+        self.here = page.rpartition("/")[2] if base else ""  # what a link to this page's own anchors starts with
+        self.anchors: set[str] = set()
+
+    def block(self, block: Block) -> str:
         if isinstance(block, Paragraph):
-            yield f"<p>{_words(block.words, page)}</p>"
-        elif isinstance(block, Items):
+            return f"<p>{self.words(block.words)}</p>"
+        if isinstance(block, Items):
             tag = "ol" if block.ordered else "ul"
-            yield f"<{tag}>{''.join(f'<li>{_words(item, page)}</li>' for item in block.items)}</{tag}>"
-        elif isinstance(block, Table):
-            head = "".join(f"<th>{escape(cell)}</th>" for cell in block.head) if any(block.head) else ""
-            rows = "".join(
-                f"<tr>{''.join(f'<td>{_words(cell, page)}</td>' for cell in row)}</tr>" for row in block.rows
+            return f"<{tag}>{''.join(f'<li>{self.words(item)}' for item in block.items)}</{tag}>"
+        if isinstance(block, Table):
+            return self._table(block)
+        if isinstance(block, Heading):
+            name = f"<code>{escape(block.name)}</code>"
+            return (
+                f"<h{block.level}{self._id(block.anchor)}><small>{escape(block.kind)}</small> {name}</h{block.level}>"
             )
-            yield f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-        else:
-            yield _source(block)
+        if isinstance(block, Fence):
+            return f'<pre class="code">{chr(10).join(highlight(block.text, block.lexer))}</pre>'
+        if isinstance(block, Signature):
+            return self._signature(block)
+        if isinstance(block, Source):
+            return _source(block)
+        if isinstance(block, Diagram):
+            return f"<figure>{svg(block, self.target)}<figcaption>{escape(block.title)}</figcaption></figure>"
+        inner = "\n".join(map(self.block, block.blocks))
+        if isinstance(block, Note):
+            return f'<div class="note {slug(block.title)}"><p><b>{escape(block.title)}</b></p>{inner}</div>'
+        assert isinstance(block, Fold)
+        return f"<details><summary>{escape(block.title)}</summary>{inner}</details>"
+
+    def _table(self, block: Table) -> str:
+        """A table; closing tags that HTML does not need are left out, since tables are most of a page."""
+        head = "<thead><tr>" + "".join(f"<th>{escape(cell)}" for cell in block.head) if any(block.head) else ""
+        rows = "".join(f"<tr>{''.join(f'<td>{self.words(cell)}' for cell in row)}" for row in block.rows)
+        return f'<div class="wide"><table>{head}<tbody>{rows}</table></div>'
+
+    def _id(self, name: str) -> str:
+        """The id of a definition's place; only the first place of a name has one."""
+        if not name or name in self.anchors:
+            return ""
+        self.anchors.add(name)
+        return f' id="{anchor_of(name)}"'
+
+    def _signature(self, block: Signature) -> str:
+        """Code whose known names are links. The first name is the definition's own."""
+        known = {ref.text: ref for ref in block.links}
+        rows = []
+        for row in highlight(block.text, block.lexer):
+            rows.append(_linked(row, known, self.target) if known else row)
+        return f'<pre class="signature">{chr(10).join(rows)}</pre>'
+
+    def words(self, words: Words) -> str:
+        return "".join(map(self._inline, words))
+
+    def _inline(self, item: Inline) -> str:
+        if isinstance(item, str):
+            return escape(item, quote=False)
+        if isinstance(item, Code):
+            return f"<code{self._id(item.anchor)}>{escape(' '.join(item.text.split()), quote=False)}</code>"
+        if isinstance(item, Strong):
+            return f"<b>{escape(item.text, quote=False)}</b>"
+        if isinstance(item, Emphasis):
+            return f"<em>{escape(item.text, quote=False)}</em>"
+        if isinstance(item, At):
+            label = item.text or f"{shown(item.path)}:{item.line}"
+            return f'<a href="{self.target(item)}">{escape(label)}</a>'
+        if isinstance(item, Ref):
+            return f'<a href="{self.target(item)}"><code>{escape(item.text)}</code></a>'
+        if isinstance(item, Url):
+            return f'<a href="{escape(item.address)}">{escape(item.text)}</a>'
+        return f'<a href="{self.target(item)}">{escape(item.text)}</a>'
+
+    def target(self, item: At | To | Ref) -> str:
+        if isinstance(item, At):
+            source = relative(self.page, "source", item.path, ".html")
+            return f"{'' if source == self.base else source}#L{item.line}"
+        if isinstance(item, To):
+            return relative(self.page, item.kind, item.path, ".html")
+        page = relative(self.page, "docs", item.path, ".html")
+        same = page == self.page.rpartition("/")[2]
+        return f"{self.here if same else page}#{anchor_of(item.name)}"
 
 
 def _source(block: Source) -> str:
@@ -78,35 +191,16 @@ def _source(block: Source) -> str:
     return f'<pre class="source">{rows}\n</pre>'
 
 
-def _words(words: Words, page: str) -> str:
-    return "".join(_inline(item, page) for item in words)
+def _linked(row: str, known: dict[str, Ref], target: Any) -> str:
+    """Put links around the known names in a highlighted line, outside its tags."""
+    parts = re.split(r"(<[^>]*>|&\w+;)", row)
+    for index in range(0, len(parts), 2):
+        parts[index] = _NAMES.sub(lambda match: _name(match, known, target), parts[index])
+    return "".join(parts)
 
 
-def _inline(item: Inline, page: str) -> str:
-    if isinstance(item, str):
-        return escape(item)
-    if isinstance(item, Code):
-        return f"<code>{escape(' '.join(item.text.split()))}</code>"
-    if isinstance(item, At):
-        label = item.text or f"{shown(item.path)}:{item.line}"
-        target = relative(page, "docs", item.path, ".html")
-        here = "" if target == page.rpartition("/")[2] else target
-        return f'<a class="at" href="{here}#L{item.line}">{escape(label)}</a>'
-    return f'<a href="{relative(page, item.kind, item.path, ".html")}">{escape(item.text)}</a>'
-
-
-def index_html(name: str, path: str, title: str, tree: str, body: str, is_file: bool) -> str:
-    """A keyword index page around a finished body."""
-    page = Page(name, path, title, (), is_file)
-    html_name = f"{name}.html"
-    text: str = _template("page.html").render(
-        title=title,
-        tree=tree,
-        crumbs=list(_crumbs(page, tree, html_name)),
-        sections=[("", "", Markup(body))],
-        site=link(html_name, "_site"),
-        root=link(html_name, ".") if "/" in html_name else ".",
-        here=html_name,
-        keywords=True,
-    )
-    return text
+def _name(match: re.Match[str], known: dict[str, Ref], target: Any) -> str:
+    text, ref = match[0], known.get(match[0])
+    if ref is None or match.string[match.end() : match.end() + 1] in (":", "="):  # a parameter's own name
+        return text
+    return f'<a href="{target(ref)}">{text}</a>'

@@ -1,26 +1,53 @@
-"""A page as Markdown. Text from the source is escaped; code fences are longer than any in the text."""
+"""A page as Markdown. Text from the source is escaped; code fences are longer than any in the text.
+
+Lines of the source are linked where a code host shows them: beside the pages, or below an address.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 
-from sternway.atlas._paths import shown
-from sternway.atlas.pages._blocks import At, Block, Code, Inline, Items, Page, Paragraph, Source, Table, Words
+from sternway.atlas._paths import shown, source_link
+from sternway.atlas.pages._blocks import (
+    At,
+    Block,
+    Code,
+    Diagram,
+    Emphasis,
+    Fence,
+    Fold,
+    Heading,
+    Inline,
+    Items,
+    Note,
+    Page,
+    Paragraph,
+    Ref,
+    Signature,
+    Source,
+    Strong,
+    Table,
+    To,
+    Url,
+    Words,
+)
+from sternway.atlas.pages._diagram import mermaid
 from sternway.atlas.pages._links import relative
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|&~#])")
 _TICKS = re.compile(r"`+")
 
 
-def to_markdown(page: Page) -> str:
-    """The whole page."""
+def to_markdown(page: Page, base: str) -> str:
+    """The whole page. ``base``: where the source is, as ``source_link`` takes it."""
+    writer = MarkdownWriter(f"{page.name}.md", base)
     parts = [f"# {escape(page.title)}", ""]
     for section in page.sections:
         if section.title:
             parts += [f"## {section.title}", ""]
         for block in section.blocks:
-            parts += [*_block(block, f"{page.name}.md"), ""]
+            parts += [*writer.block(block), ""]
     return "\n".join(parts)
 
 
@@ -42,46 +69,83 @@ def code(text: str) -> str:
     return f"{ticks}{space}{text}{space}{ticks}" if text else ""
 
 
-def fence(text: str) -> str:
-    """A fence longer than any in the text."""
+def fenced(text: str, lexer: str) -> Iterator[str]:
+    """Code between fences that are longer than any in the text."""
     longest = max((len(run) for run in re.findall(r"`{3,}", text)), default=2)
-    return "`" * (longest + 1)
-
-
-def _block(block: Block, page: str) -> Iterator[str]:
-    if isinstance(block, Paragraph):
-        yield _words(block.words, page)
-    elif isinstance(block, Items):
-        for number, item in enumerate(block.items, 1):
-            yield f"{f'{number}.' if block.ordered else '-'} {_words(item, page)}"
-    elif isinstance(block, Table):
-        yield f"| {' | '.join(block.head)} |"
-        yield f"|{' --- |' * len(block.head)}"
-        for row in block.rows:
-            yield f"| {' | '.join(_words(cell, page, in_table=True) for cell in row)} |"
-    else:
-        yield from _source(block)
-
-
-def _source(block: Source) -> Iterator[str]:
-    marks = fence(block.text)
-    yield f"{marks}{block.lexer}"
-    yield block.text.removesuffix("\n")
+    marks = "`" * (longest + 1)
+    yield f"{marks}{lexer}"
+    yield text.removesuffix("\n")
     yield marks
 
 
-def _words(words: Words, page: str, *, in_table: bool = False) -> str:
-    return "".join(_inline(item, page, in_table) for item in words)
+class MarkdownWriter:
+    """Writes the blocks of one page."""
 
+    def __init__(self, page: str, base: str) -> None:
+        self.page, self.base = page, base
 
-def _inline(item: Inline, page: str, in_table: bool) -> str:
-    if isinstance(item, str):
-        lead = " " if item[:1] == " " else ""
-        tail = " " if item[-1:] == " " and len(item) > 1 else ""
-        return f"{lead}{escape(item)}{tail}" if item.strip() else item
-    if isinstance(item, Code):
-        return code(item.text).replace("|", "\\|") if in_table else code(item.text)
-    if isinstance(item, At):
-        label = item.text or f"{shown(item.path)}:{item.line}"
-        return f"[{escape(label)}]({relative(page, 'docs', item.path, '.html')}#L{item.line})"
-    return f"[{escape(item.text)}]({relative(page, item.kind, item.path, '.md')})"
+    def block(self, block: Block) -> Iterator[str]:
+        if isinstance(block, Paragraph):
+            yield self.words(block.words)
+        elif isinstance(block, Items):
+            for number, item in enumerate(block.items, 1):
+                yield f"{f'{number}.' if block.ordered else '-'} {self.words(item)}"
+        elif isinstance(block, Table):
+            yield f"| {' | '.join(block.head)} |"
+            yield f"|{' --- |' * len(block.head)}"
+            for row in block.rows:
+                yield f"| {' | '.join(self.words(cell, in_table=True) for cell in row)} |"
+        elif isinstance(block, Heading):
+            yield f"{'#' * block.level} {block.kind} {code(block.name)}"
+        elif isinstance(block, Fence | Signature | Source):
+            yield from fenced(block.text, block.lexer)
+        elif isinstance(block, Diagram):
+            yield from fenced("\n".join(mermaid(block)), "mermaid")
+        else:
+            yield from self._inside(block)
+
+    def _inside(self, block: Note | Fold) -> Iterator[str]:
+        inner = [line for one in block.blocks for line in (*self.block(one), "")]
+        if isinstance(block, Note):
+            yield f"> **{escape(block.title)}**"
+            yield ">"
+            yield from (f"> {line}".rstrip() for text in inner[:-1] for line in text.split("\n"))
+        else:
+            yield f"<details><summary>{escape(block.title)}</summary>"
+            yield ""
+            yield from inner
+            yield "</details>"
+
+    def words(self, words: Words, *, in_table: bool = False) -> str:
+        return "".join(self._inline(item, in_table) for item in words)
+
+    def _inline(self, item: Inline, in_table: bool) -> str:
+        if isinstance(item, str):
+            lead = " " if item[:1] == " " else ""
+            tail = " " if item[-1:] == " " and len(item) > 1 else ""
+            return f"{lead}{escape(item)}{tail}" if item.strip() else item
+        if isinstance(item, Code):
+            return self._code(item.text, in_table)
+        if isinstance(item, Strong):
+            return f"**{escape(item.text)}**"
+        if isinstance(item, Emphasis):
+            return f"*{escape(item.text)}*"
+        if isinstance(item, At):
+            label = item.text or f"{shown(item.path)}:{item.line}"
+            return f"[{escape(label)}]({self.source(item.path, item.line)})"
+        if isinstance(item, Ref):
+            return f"[{self._code(item.text, in_table)}]({self.source(item.path, item.line)})"
+        if isinstance(item, Url):
+            return f"[{escape(item.text)}]({item.address})"
+        return f"[{escape(item.text)}]({self.to(item)})"
+
+    def _code(self, text: str, in_table: bool) -> str:
+        return code(text).replace("|", "\\|") if in_table else code(text)
+
+    def to(self, item: To) -> str:
+        if item.kind == "source":
+            return source_link(self.page, self.base, item.path)
+        return relative(self.page, item.kind, item.path, ".md")
+
+    def source(self, path: str, line: int) -> str:
+        return f"{source_link(self.page, self.base, path)}#L{line}"

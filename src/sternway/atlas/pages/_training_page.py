@@ -21,13 +21,27 @@ from sternway.atlas.pages._blocks import (
     table,
 )
 
-_MEASURED = ("class", "as", "parameters", "bytes kept", "backward nodes", "F, ms", "I, ms", "W, ms", "defined at")
+_MEASURED = (
+    "class",
+    "as",
+    "parameters",
+    "bytes kept",
+    "backward nodes",
+    "F, ms",
+    "I, ms",
+    "W, ms",
+    "defined at",
+    "backward graph",
+)
 _MOST = 40  # entries of one list; what is left out is counted
 _KINDS = (
     "optimizer",
     "scheduler",
     "loss",
     "backward",
+    "hook",
+    "saved tensors",
+    "activation checkpoint",
     "gradient clipping",
     "mixed precision",
     "compile",
@@ -60,7 +74,7 @@ def training(about: About) -> Section | None:
     groups = about.groups("training")
     ordered = {kind: groups[kind] for kind in _KINDS if kind in groups}
     blocks.append(table(("kind", "call", "more", "where"), about.rows(ordered)))
-    return section("Training", *blocks)
+    return section("Training and backward", *blocks)
 
 
 def _module(about: About, module: ModuleFacts) -> Block:
@@ -76,10 +90,8 @@ def _module(about: About, module: ModuleFacts) -> Block:
 
 
 def measured(about: About) -> Section | None:
-    if not about.context.modules:
-        return None
     if not about.context.measured:
-        return section("Measured", sentence("Not measured. ", "Run with --measure path.py:function to measure."))
+        return None
     record = json.loads(about.context.measured)
     rows = [
         (
@@ -90,6 +102,7 @@ def measured(about: About) -> Section | None:
             (f"{row['nodes']:,}",),
             *((value,) if value else () for value in row["times"]),
             (At(about.path, row["line"], f"line {row['line']}"),),
+            (To(row["graph"], "", "drawn"),) if row.get("graph") else (),
         )
         for row in record["rows"]
     ]

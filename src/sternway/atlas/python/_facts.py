@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import warnings
 
-from sternway.atlas._records import Base, Call, Facts, Keyword
-from sternway.atlas.python import _options, _patterns, _training
+from sternway.atlas._records import Base, Call, Definition, Facts, Keyword
+from sternway.atlas.python import _design, _options, _patterns, _performance, _security, _training
 from sternway.atlas.python._docstrings import first_paragraph
 from sternway.atlas.python._lexer import comments
 from sternway.atlas.python._pass import read_tree
@@ -24,11 +25,13 @@ def read_python(text: str, module: str, package: str) -> tuple[Facts, list[Keywo
     """
     tree = parse(text)
     reading = read_tree(tree, module, package)
-    found = {*_patterns.find(reading), *_training.find(reading)}
+    finders = (_patterns, _design, _performance, _security, _training)
+    found = {fact for finder in finders for fact in finder.find(reading)}
     doc = ast.get_docstring(tree) or ""
     facts = plain_facts(reading)._replace(
         purpose=first_paragraph(doc),
         purpose_line=tree.body[0].lineno if doc else 0,
+        doc=doc,
         facts=tuple(sorted(found, key=lambda fact: (fact.section, fact.kind, fact.line, fact.text))),
         modules=tuple(_training.modules(reading)),
         options=tuple(_options.find(reading)),
@@ -64,7 +67,7 @@ def plain_facts(reading: Reading) -> Facts:
         if use.kind == "call" and isinstance(use.node, ast.Call):
             name = reading.absolute(use.node.func, use.scope)
             if name and not name.startswith("builtins."):
-                calls.append(Call(name, use.node.lineno, use.scope.name))
+                calls.append(Call(name, use.node.lineno, use.scope.name, *use.lines, use.loop))
         elif use.kind == "base" and isinstance(use.statement, ast.ClassDef):
             owner = f"{use.scope.name}.{use.statement.name}" if use.scope.name else use.statement.name
             name = reading.absolute(_unsubscripted(use.node), use.scope)
@@ -72,13 +75,27 @@ def plain_facts(reading: Reading) -> Facts:
     return Facts(
         "Python",
         "ast",
-        definitions=tuple(sorted(reading.definitions, key=lambda item: item.line)),
+        definitions=tuple(sorted(map(functools.partial(_with_outcomes, reading), reading.definitions), key=_line)),
         imports=tuple(reading.imports),
         calls=tuple(calls),
         bases=tuple(bases),
         exports=reading.exports,
         main_line=reading.main_line,
+        mentions=tuple(sorted(reading.mentions)),
     )
+
+
+def _with_outcomes(reading: Reading, item: Definition) -> Definition:
+    """A function with what it raises and, if it has no docstring, with what it returns."""
+    if item.kind not in ("function", "method"):
+        return item
+    raised = [name for name in reading.raised.get(item.name, ()) if name.rpartition(".")[2][:1].isupper()]
+    returned = () if item.doc or " -> " in item.signature else reading.returned.get(item.name, ())
+    return item._replace(returns=tuple(returned), raises=tuple(raised))
+
+
+def _line(item: Definition) -> int:
+    return item.line
 
 
 def _unsubscripted(node: ast.expr) -> ast.expr:

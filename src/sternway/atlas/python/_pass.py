@@ -9,9 +9,9 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from sternway.atlas._records import Definition, Import
-from sternway.atlas.python._docstrings import documented_exceptions, first_paragraph
-from sternway.atlas.python._reading import FunctionNode, Reading, Use, absolute_module
+from sternway.atlas.python._bind import NameBinder
+from sternway.atlas.python._define import annotated, defined, field, field_docs, noted, text_of
+from sternway.atlas.python._reading import FunctionNode, Reading, Use
 from sternway.atlas.python._scopes import FALLBACK, UNKNOWN, Scope
 
 
@@ -21,15 +21,16 @@ def read_tree(tree: ast.Module, module: str, package: str) -> Reading:
     visitor = _Pass(reading)
     visitor.doc(tree)
     visitor.all(tree.body, reading.top)
+    field_docs(reading, tree)
     return reading
 
 
-class _Pass:
+class _Pass(NameBinder):
     def __init__(self, reading: Reading) -> None:
-        self.reading = reading
-        self._lines, self._kinds, self._uses = reading.lines, reading.kinds, reading.uses
-        self._depth = 0  # of loops
-        self._typing = False  # inside `if TYPE_CHECKING`
+        super().__init__(reading)
+        self._uses = reading.uses
+        self._loop_line = 0  # of the innermost loop
+        self._at = (0, 0)  # the lines of the simple statement
         self._targets: dict[int, ast.AST] = {}  # the assignment around a call
 
     def all(self, nodes: list[Any], scope: Scope) -> None:
@@ -44,25 +45,14 @@ class _Pass:
             self._children(node, scope)
 
     def _children(self, node: ast.AST, scope: Scope) -> None:
-        for field in node._fields:
-            value = getattr(node, field, None)
+        for name in node._fields:
+            value = getattr(node, name, None)
             if isinstance(value, ast.AST):
                 self._visit(value, scope)
             elif isinstance(value, list):
                 for item in value:
                     if isinstance(item, ast.AST):
                         self._visit(item, scope)
-
-    def _seen(self, name: str, line: int) -> None:
-        lines = self._lines.get(name)
-        if lines is None:
-            self._lines[name] = [line]
-        elif lines[-1] != line:
-            lines.append(line)
-
-    def _bound(self, name: str, kind: str, line: int) -> None:
-        if name not in self._kinds or (self._kinds[name][0] == "parameter" and kind != "parameter"):
-            self._kinds[name] = (kind, line)
 
     # -- expressions
 
@@ -79,10 +69,15 @@ class _Pass:
         if isinstance(node.ctx, ast.Store):
             self._bound(node.attr, "attribute", line)
         else:
-            self._uses.append(Use("attribute", node, scope, node))
+            self._uses.append(Use("attribute", node, scope, node, self._loop_line, self._at))
 
     def _call(self, node: ast.Call, scope: Scope) -> None:
-        self._uses.append(Use("call", node, scope, self._targets.get(id(node), node)))
+        self._uses.append(Use("call", node, scope, self._targets.get(id(node), node), self._loop_line, self._at))
+        self._children(node, scope)
+
+    def _compare(self, node: ast.Compare, scope: Scope) -> None:
+        if self._loop_line and isinstance(node.ops[0], ast.In | ast.NotIn):
+            self.reading.membership.append((node, scope, self._loop_line))
         self._children(node, scope)
 
     def _keyword(self, node: ast.keyword, scope: Scope) -> None:
@@ -93,14 +88,26 @@ class _Pass:
     def _subscript(self, node: ast.Subscript, scope: Scope) -> None:
         if isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str):
             self._uses.append(Use("subscript", node, scope, node))
+        if isinstance(node.value, ast.Name) and not isinstance(node.ctx, ast.Load):
+            self._uses.append(Use("stored", node, scope, self._targets.get(id(node), node)))
         self._children(node, scope)
 
     def _yield(self, node: ast.Yield | ast.YieldFrom, scope: Scope) -> None:
         self.reading.yields.setdefault(scope, node.lineno)
         self._children(node, scope)
 
-    def _comprehension(self, node: ast.expr, scope: Scope) -> None:
-        self._children(node, Scope(scope.name, scope))
+    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp, scope: Scope) -> None:
+        inner, before = Scope(scope.name, scope), self._loop_line
+        for part in node.generators:
+            self._visit(part.iter, inner)  # the first is evaluated once, the others each time round
+            self._loop_line = node.lineno
+            self._visit(part.target, inner)
+            self.all(part.ifs, inner)
+        if isinstance(node, ast.DictComp):
+            self.all([node.key, node.value], inner)
+        else:
+            self._visit(node.elt, inner)
+        self._loop_line = before
 
     def _lambda(self, node: ast.Lambda, scope: Scope) -> None:
         inner = Scope(scope.name, scope)
@@ -113,16 +120,50 @@ class _Pass:
             inner.bind(argument.arg)
             self._bound(argument.arg, "parameter", argument.lineno)
             if argument.annotation is not None:
+                annotated(self.reading, argument.annotation)
                 self._visit(argument.annotation, outer)
         self.all([*arguments.defaults, *(value for value in arguments.kw_defaults if value is not None)], outer)
 
     # -- statements
 
-    def _loop(self, node: ast.For | ast.AsyncFor | ast.While, scope: Scope) -> None:
-        self._depth += 1
-        self.reading.loops.append((self._depth, node.lineno))
+    def _plain(self, node: ast.stmt, scope: Scope) -> None:
+        self._at = (node.lineno, node.end_lineno or node.lineno)
         self._children(node, scope)
-        self._depth -= 1
+
+    def _head(self, node: Any, scope: Scope) -> None:
+        """A compound statement: a call in its head has no statement that could be quoted whole."""
+        self._at = (0, 0)
+        self._children(node, scope)
+
+    def _loop(self, node: ast.For | ast.AsyncFor | ast.While, scope: Scope) -> None:
+        self._at = (0, 0)
+        before = self._loop_line
+        if isinstance(node, ast.While):
+            self._loop_line = node.lineno
+            self._visit(node.test, scope)
+        else:
+            self._visit(node.iter, scope)
+            self._loop_line = node.lineno
+            self._visit(node.target, scope)
+        self.all(node.body, scope)
+        self._loop_line = before
+        self.all(node.orelse, scope)
+
+    def _augmented(self, node: ast.AugAssign, scope: Scope) -> None:
+        if self._loop_line and isinstance(node.op, ast.Add):
+            self.reading.growing.append((node, scope, self._loop_line))
+        self._plain(node, scope)
+
+    def _return(self, node: ast.Return, scope: Scope) -> None:
+        if node.value is not None:
+            noted(self.reading.returned, scope.name, node.value)
+        self._plain(node, scope)
+
+    def _raise(self, node: ast.Raise, scope: Scope) -> None:
+        raised = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+        if isinstance(raised, ast.Name | ast.Attribute):
+            noted(self.reading.raised, scope.name, raised)
+        self._plain(node, scope)
 
     def _global(self, node: ast.Global | ast.Nonlocal, scope: Scope) -> None:
         for name in node.names:
@@ -130,6 +171,7 @@ class _Pass:
             scope.bind(name)
             if isinstance(node, ast.Global):
                 self.reading.top.bind(name)
+                self.reading.globals.append((name, node.lineno))
 
     def _captured(self, node: ast.AST, scope: Scope) -> None:
         """``except E as name``, ``case [*name]`` and similar."""
@@ -141,6 +183,7 @@ class _Pass:
         self._children(node, scope)
 
     def _if(self, node: ast.If, scope: Scope) -> None:
+        self._at = (0, 0)
         self._visit(node.test, scope)
         if self.reading.main_line == 0 and scope is self.reading.top and _is_main_guard(node.test):
             self.reading.main_line = node.lineno
@@ -153,14 +196,21 @@ class _Pass:
 
     def _assign(self, node: ast.Assign | ast.AnnAssign, scope: Scope) -> None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        self._at = (node.lineno, node.end_lineno or node.lineno)
         if isinstance(node.value, ast.Call):
             self._targets[id(node.value)] = node
+        for target in targets:
+            if isinstance(target, ast.Subscript):
+                self._targets[id(target)] = node
+        if self._loop_line and isinstance(node, ast.Assign) and len(targets) == 1:
+            self.reading.growing.append((node, scope, self._loop_line))
         for target in targets:
             if isinstance(target, ast.Name):
                 self._variable(target, node, scope)
             else:
                 self._visit(target, scope)
         if isinstance(node, ast.AnnAssign):
+            annotated(self.reading, node.annotation)
             self._visit(node.annotation, scope)
         if node.value is not None:
             self._visit(node.value, scope)
@@ -175,47 +225,11 @@ class _Pass:
             names = [item.value for item in node.value.elts if isinstance(item, ast.Constant)]
             self.reading.exports = tuple(name for name in names if isinstance(name, str))
         elif at_top or scope.is_class:
-            hint = f": {ast.unparse(node.annotation)}" if isinstance(node, ast.AnnAssign) else ""
-            end = node.end_lineno or node.lineno
-            self.reading.definitions.append(Definition(scope.inner(target.id), "variable", target.lineno, end, hint))
-
-    # -- imports
-
-    def _import(self, node: ast.Import, scope: Scope) -> None:
-        for alias in node.names:
-            for part in alias.name.split("."):
-                self._seen(part, alias.lineno)
-            bound = alias.asname or alias.name.partition(".")[0]
-            self.reading.imports.append(Import(node.lineno, alias.name, 0, "", bound, self._where(scope)))
-            self._bind_import(alias, bound, alias.name if alias.asname else bound, scope)
-
-    def _import_from(self, node: ast.ImportFrom, scope: Scope) -> None:
-        module = node.module or ""
-        base = absolute_module(module, node.level, self.reading.package)
-        for part in module.split("."):
-            if part:
-                self._seen(part, node.lineno)
-        for alias in node.names:
-            bound = alias.asname or alias.name
-            self.reading.imports.append(Import(node.lineno, module, node.level, alias.name, bound, self._where(scope)))
-            if alias.name == "*":
-                scope.star = True
-                continue
-            self._seen(alias.name, alias.lineno)
-            self._bind_import(alias, bound, f"{base}.{alias.name}" if base is not None else UNKNOWN, scope)
-
-    def _bind_import(self, alias: ast.alias, bound: str, meaning: str, scope: Scope) -> None:
-        if alias.asname:
-            self._seen(bound, alias.lineno)
-        scope.bind(bound, meaning)
-        self._bound(bound, "import", alias.lineno)
-
-    def _where(self, scope: Scope) -> str:
-        if self._typing:
-            return "typing"
-        while scope.is_class and scope.parent is not None:
-            scope = scope.parent
-        return "module" if scope is self.reading.top else "function"
+            self.reading.definitions.append(field(scope.inner(target.id), target, node))
+        if at_top and node.value is not None:
+            self.reading.assigned[target.id] = node.value
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            self.reading.strings.append((target.id, node.value, scope))
 
     # -- definitions
 
@@ -228,10 +242,11 @@ class _Pass:
         inner = Scope(name, scope, self_name=self_name)
         self._arguments(node.args, scope, inner)
         if node.returns is not None:
+            annotated(self.reading, node.returns)
             self._visit(node.returns, scope)
-        depth, self._depth = self._depth, 0
+        before, self._loop_line = self._loop_line, 0
         self.all(node.body, inner)
-        self._depth = depth
+        self._loop_line = before
         self.reading.bodies.append((name, node, inner))
 
     def _class(self, node: ast.ClassDef, scope: Scope) -> None:
@@ -241,6 +256,7 @@ class _Pass:
             self._uses.append(Use("base", base, scope, node))
         self.all([*node.bases, *node.keywords], scope)
         self.all(node.body, Scope(name, scope, is_class=True))
+        field_docs(self.reading, node, name)
 
     def _define(self, node: FunctionNode | ast.ClassDef, kind: str, scope: Scope) -> str:
         """Record a definition; its dotted name in the file."""
@@ -249,28 +265,19 @@ class _Pass:
         scope.bind(node.name, f"{self.reading.module}.{name}")
         self._bound(node.name, kind, line)
         for decorator in node.decorator_list:
+            self._at = (0, 0)
             self._uses.append(Use("decorator", decorator, scope, node))
             self._visit(decorator, scope)
-        if isinstance(node, ast.ClassDef):
-            inside = [ast.unparse(base) for base in node.bases] + [ast.unparse(word) for word in node.keywords]
-            signature = f"({', '.join(inside)})" if inside else ""
-        else:
-            signature = f"({ast.unparse(node.args)})" + (f" -> {ast.unparse(node.returns)}" if node.returns else "")
-        text = self.doc(node)
-        decorators = tuple(ast.unparse(item) for item in node.decorator_list)
-        is_async = isinstance(node, ast.AsyncFunctionDef)
-        end, raises = node.end_lineno or line, documented_exceptions(text)
-        self.reading.definitions.append(
-            Definition(name, kind, line, end, signature, decorators, first_paragraph(text), is_async, raises)
-        )
+        self._at = (0, 0)
+        self.reading.definitions.append(defined(node, name, kind, self.doc(node)))
         return name
 
     def doc(self, node: ast.Module | ast.ClassDef | FunctionNode) -> str:
         """Record a docstring; its cleaned text."""
-        text = ast.get_docstring(node)
+        text = text_of(node)
         if text:
-            self.reading.docs.append((ast.get_docstring(node, clean=False) or "", node.body[0].lineno))
-        return text or ""
+            self.reading.documented(text, ast.get_docstring(node, clean=False) or "", node.body[0].lineno)
+        return text
 
 
 _METHODS: dict[type, Any] = {
@@ -280,7 +287,11 @@ _METHODS: dict[type, Any] = {
     ast.keyword: _Pass._keyword,
     ast.Subscript: _Pass._subscript,
     ast.Lambda: _Pass._lambda,
+    ast.Compare: _Pass._compare,
     ast.Assign: _Pass._assign,
+    ast.AugAssign: _Pass._augmented,
+    ast.Return: _Pass._return,
+    ast.Raise: _Pass._raise,
     ast.AnnAssign: _Pass._assign,
     ast.Import: _Pass._import,
     ast.ImportFrom: _Pass._import_from,
@@ -289,6 +300,8 @@ _METHODS: dict[type, Any] = {
     ast.AsyncFunctionDef: _Pass._function,
     ast.ClassDef: _Pass._class,
     **dict.fromkeys((ast.Yield, ast.YieldFrom), _Pass._yield),
+    **dict.fromkeys((ast.Expr, ast.Assert, ast.Delete), _Pass._plain),
+    **dict.fromkeys((ast.With, ast.AsyncWith, ast.Match), _Pass._head),
     **dict.fromkeys((ast.For, ast.AsyncFor, ast.While), _Pass._loop),
     **dict.fromkeys((ast.Global, ast.Nonlocal), _Pass._global),
     **dict.fromkeys((ast.ExceptHandler, ast.MatchAs, ast.MatchStar, ast.MatchMapping), _Pass._captured),

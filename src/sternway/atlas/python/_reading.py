@@ -9,6 +9,7 @@ import ast
 from typing import NamedTuple
 
 from sternway.atlas._records import Definition, Import
+from sternway.atlas.python._docstrings import mentioned
 from sternway.atlas.python._scopes import Scope
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -17,10 +18,12 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 class Use(NamedTuple):
     """An expression whose meaning is looked up after the pass."""
 
-    kind: str  # "call", "decorator", "base", "subscript", "attribute"
+    kind: str  # "call", "decorator", "base", "subscript", "attribute", "stored" (``name[key] = value``)
     node: ast.expr
     scope: Scope
     statement: ast.AST  # the definition or the assignment around it, where that matters
+    loop: int = 0  # the line of the innermost loop around it
+    lines: tuple[int, int] = (0, 0)  # of the statement around it
 
 
 class Reading:
@@ -32,7 +35,14 @@ class Reading:
         self.uses: list[Use] = []
         self.lines: dict[str, list[int]] = {}  # every identifier
         self.kinds: dict[str, tuple[str, int]] = {}  # identifiers bound here: kind and defining line
-        self.loops: list[tuple[int, int]] = []  # depth, line
+        self.globals: list[tuple[str, int]] = []  # `global name` in a function
+        self.assigned: dict[str, ast.expr] = {}  # names of the module that are assigned once, and their value
+        self.growing: list[tuple[ast.Assign | ast.AugAssign, Scope, int]] = []  # `x += …`, `x = x + …` in loops
+        self.membership: list[tuple[ast.Compare, Scope, int]] = []  # `x in y` in loops
+        self.strings: list[tuple[str, ast.Constant, Scope]] = []  # names that are assigned a string literal
+        self.returned: dict[str, list[str]] = {}  # by function
+        self.raised: dict[str, list[str]] = {}
+        self.mentions: dict[str, None] = {}
         self.yields: dict[Scope, int] = {}  # the first line that yields, for each function that does
         self.definitions: list[Definition] = []
         self.imports: list[Import] = []
@@ -42,6 +52,11 @@ class Reading:
         self.bodies: list[tuple[str, FunctionNode, Scope]] = []  # every function, also two with the same name
         self.exports: tuple[str, ...] = ()
         self.main_line = 0
+
+    def documented(self, text: str, raw: str, line: int) -> None:
+        """Take in a docstring: its words, and the names that it mentions."""
+        self.docs.append((raw, line))
+        self.mentions.update(dict.fromkeys(mentioned(text)))
 
     def absolute(self, node: ast.expr, scope: Scope) -> str:
         """The absolute dotted name of ``a.b.c``; empty if it is not known."""

@@ -49,6 +49,15 @@ class Scope:
             scope = scope.parent
         return f"builtins.{name}" if name in _BUILTINS and not starred else ""
 
+    def binder(self, name: str) -> Scope | None:
+        """The scope whose variable ``name`` is here; None for a builtin or an unknown name."""
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope._means and (not scope.is_class or scope is self):
+                return scope
+            scope = scope.parent
+        return None
+
     def method_owner(self, name: str) -> str:
         """If ``name`` is a method's first parameter, the class of that method; else empty."""
         scope: Scope | None = self

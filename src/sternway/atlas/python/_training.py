@@ -54,9 +54,25 @@ _KINDS = {
     "torch.nn.utils.clip_grad_norm_": "gradient clipping",
     "torch.nn.utils.clip_grad_value_": "gradient clipping",
     "sternway.split.backward_input": "backward",
+    "torch.autograd.graph.saved_tensors_hooks": "saved tensors",
+    "torch.autograd.graph.save_on_cpu": "saved tensors",
+    "torch.autograd.graph.register_multi_grad_hook": "hook",
+    "torch.utils.checkpoint.checkpoint": "activation checkpoint",
+    "torch.utils.checkpoint.checkpoint_sequential": "activation checkpoint",
     "sternway.pipeline.Pipeline": "pipeline",
 }
+_PIPELINE_ITSELF = ("torch.distributed.pipelin", "sternway.pipeline", "deepspeed.pipe")
 _PIPELINE = ("torch.distributed.pipelining.", "torch.distributed.pipeline.", "deepspeed.pipe.")
+_METHODS = {
+    "register_hook": "hook",
+    "register_prehook": "hook",
+    "register_post_accumulate_grad_hook": "hook",
+    "register_full_backward_hook": "hook",
+    "register_full_backward_pre_hook": "hook",
+    "register_forward_hook": "hook",
+    "register_forward_pre_hook": "hook",
+    "save_for_backward": "saved tensors",
+}
 _TEXT = """
 binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss gaussian_nll_loss
 hinge_embedding_loss huber_loss kl_div l1_loss linear_cross_entropy margin_ranking_loss mse_loss multi_margin_loss
@@ -78,7 +94,7 @@ def find(reading: Reading) -> Iterator[Fact]:
         elif use.kind == "call" and isinstance(use.node, ast.Call):
             node, name = use.node, reading.absolute(use.node.func, use.scope)
             kind = _kind(name, node)
-            if kind == "pipeline" and name.startswith(f"{reading.module}."):
+            if kind == "pipeline" and reading.module.startswith(_PIPELINE_ITSELF):
                 continue  # the pipeline library calling itself
             if kind:
                 yield Fact("training", kind, shortened(node), node.lineno, _note(name, node, loaded))
@@ -96,8 +112,8 @@ def _kind(name: str, node: ast.Call) -> str:
         return "loss"
     if name.startswith(_PIPELINE):
         return "pipeline"
-    if isinstance(node.func, ast.Attribute) and node.func.attr == "backward" and not _is_path(node.func, name):
-        return "backward"
+    if isinstance(node.func, ast.Attribute) and not _is_path(node.func, name):
+        return "backward" if node.func.attr == "backward" else _METHODS.get(node.func.attr, "")
     return ""
 
 

@@ -1,27 +1,23 @@
-"""C, C++, CUDA and other languages, read by universal-ctags where it is installed."""
+"""Languages without a parser of ours (Java, Go, Rust…), read by universal-ctags where it is installed."""
 
 from __future__ import annotations
 
 import functools
 import json
-import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
 
 from sternway.atlas._records import Definition, Facts, Import, Keyword
-from sternway.atlas.read._words import WordIndex
+from sternway.atlas.python._docstrings import first_paragraph
+from sternway.atlas.read._comments import first_comment, keywords_of
 
 MISSING = "universal-ctags is not installed, so definitions are not listed"
 _FIELDS = "--fields=+nKSserl-P"
 _TIME = 300.0  # seconds for one batch of files
 _LOCAL = {"local", "parameter", "tparam", "macroparam"}
-_PIECES = re.compile(
-    r"(?P<comment>//[^\n]*|/\*.*?(?:\*/|\Z))|\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*'|(?P<name>[A-Za-z_]\w*)",
-    re.DOTALL,
-)
-_C_LIKE = {"C", "C++", "CUDA", "ObjectiveC", "Java", "Go", "Rust", "JavaScript", "TypeScript", "Kotlin"}
+_C_LIKE = {"ObjectiveC", "Java", "Go", "Rust", "Kotlin"}
 
 
 @functools.cache
@@ -84,50 +80,14 @@ def read_tagged(text: str, language: str, records: list[dict[str, object]]) -> t
             end = int(str(record.get("end", line)))
             definitions.append(Definition(whole, kind, line, end, str(record.get("signature", ""))))
     definitions.sort(key=lambda item: (item.line, item.name))
-    purpose, line = first_comment(text) if language in _C_LIKE else ("", 0)
+    doc, line = first_comment(text) if language in _C_LIKE else ("", 0)
     facts = Facts(
         language,
         "ctags",
-        purpose=purpose,
+        purpose=first_paragraph(doc),
         purpose_line=line,
+        doc=doc,
         definitions=tuple(dict.fromkeys(definitions)),
         imports=tuple(dict.fromkeys(imports)),
     )
-    return facts, _keywords(text, language, facts.definitions)
-
-
-def _keywords(text: str, language: str, definitions: tuple[Definition, ...]) -> list[Keyword]:
-    lines: dict[str, set[int]] = {}
-    words = WordIndex()
-    if language in _C_LIKE:
-        number, before = 1, 0
-        for match in _PIECES.finditer(text):
-            number += text.count("\n", before, match.start())
-            before = match.start()
-            if match["comment"]:
-                words.add(match["comment"], number)
-            elif match["name"]:
-                lines.setdefault(match["name"], set()).add(number)
-    else:
-        words.add(text, 1)
-    kinds: dict[str, tuple[str, int]] = {}
-    for item in definitions:
-        name = re.split(r"::|\.", item.name)[-1]
-        kinds.setdefault(name, (item.kind, item.line))
-        lines.setdefault(name, set()).add(item.line)
-    found = [
-        Keyword(name, *kinds.get(name, ("name", 0)), tuple(sorted(at - {kinds.get(name, ("", 0))[1]})))
-        for name, at in lines.items()
-    ]
-    return sorted([*found, *words.keywords()], key=lambda word: (word.name.casefold(), word.name, word.kind == "word"))
-
-
-def first_comment(text: str) -> tuple[str, int]:
-    """The comment that a file opens with, unless it is a licence; its first paragraph and its line."""
-    for match in re.finditer(r"\s*(//[^\n]*(?:\n[ \t]*//[^\n]*)*|/\*.*?\*/)", text[:20000], re.DOTALL):
-        if text[: match.start(1)].strip() and not text[: match.start()].rstrip().endswith(("*/", "#pragma once")):
-            break
-        body = re.sub(r"(?m)^[ \t]*(//+|/\*+|\*+/|\*)[ \t]?|\*+/", "", match[1]).strip()
-        if body and not re.search(r"(?i)copyright|licen[sc]e|spdx", body):
-            return " ".join(body.partition("\n\n")[0].split()), text.count("\n", 0, match.start(1)) + 1
-    return "", 0
+    return facts, keywords_of(text, facts.definitions, has_comments=language in _C_LIKE)

@@ -9,7 +9,10 @@ from sternway.atlas.python._facts import read_python
 from sternway.atlas.read import _ctags
 from sternway.atlas.read._keys import read_keys
 from sternway.atlas.read._languages import Language
+from sternway.atlas.read._sitter import read_parsed
 from sternway.atlas.read._words import WordIndex
+
+_OPENING = 3000  # characters of a text file that its page may show
 
 
 def read_facts(
@@ -20,6 +23,8 @@ def read_facts(
     try:
         if language.parser == "ast":
             return read_python(text, module, package)
+        if language.parser == "tree-sitter":
+            return read_parsed(text, language.name)
         if language.parser == "keys":
             return read_keys(text, language.name)
     except SyntaxError as error:
@@ -33,7 +38,19 @@ def read_facts(
     words = WordIndex()
     words.add(text, 1)
     purpose, line = _first_prose(text) if language.name in ("Markdown", "reStructuredText", "text") else ("", 0)
-    return Facts(language.name, "words", problem, purpose, line), words.keywords()
+    doc = _opening(text) if language.name in ("Markdown", "reStructuredText") else purpose
+    return Facts(language.name, "words", problem, purpose, line, doc), words.keywords()
+
+
+def _opening(text: str) -> str:
+    """The first paragraphs of a text, up to its second heading."""
+    parts: list[str] = []
+    for part in re.split(r"\n{2,}", text[:_OPENING].strip()):
+        heading = part.startswith("#") or re.search(r"\n[=-]{3,}\s*\Z", part)
+        if (heading and parts) or part.count("```") % 2:
+            break
+        parts.append(part)
+    return "\n\n".join(parts)
 
 
 def _first_prose(text: str) -> tuple[str, int]:

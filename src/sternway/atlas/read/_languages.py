@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 class Language(NamedTuple):
     name: str
-    parser: str  # "ast", "ctags", "keys" or "words"
+    parser: str  # "ast", "tree-sitter", "ctags", "keys" or "words"
     lexer: str  # pygments' name for it
 
 
 _PYTHON = Language("Python", "ast", "python")
-_C = Language("C", "ctags", "c")
-_CPP = Language("C++", "ctags", "cpp")
-_CUDA = Language("CUDA", "ctags", "cuda")
+_C = Language("C", "tree-sitter", "c")
+_CPP = Language("C++", "tree-sitter", "cpp")
+_CUDA = Language("CUDA", "tree-sitter", "cuda")
 _BY_SUFFIX = {
     ".py": _PYTHON,
     ".pyi": _PYTHON,
@@ -29,8 +29,8 @@ _BY_SUFFIX = {
     ".kt": Language("Kotlin", "ctags", "kotlin"),
     ".go": Language("Go", "ctags", "go"),
     ".rs": Language("Rust", "ctags", "rust"),
-    **dict.fromkeys((".js", ".mjs", ".cjs", ".jsx"), Language("JavaScript", "ctags", "javascript")),
-    **dict.fromkeys((".ts", ".tsx"), Language("TypeScript", "ctags", "typescript")),
+    **dict.fromkeys((".js", ".mjs", ".cjs", ".jsx"), Language("JavaScript", "tree-sitter", "javascript")),
+    **dict.fromkeys((".ts", ".tsx"), Language("TypeScript", "tree-sitter", "typescript")),
     **dict.fromkeys((".sh", ".bash"), Language("Sh", "ctags", "bash")),
     ".rb": Language("Ruby", "ctags", "ruby"),
     ".lua": Language("Lua", "ctags", "lua"),

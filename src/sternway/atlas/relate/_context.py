@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from sternway.atlas._records import Facts
+from sternway.atlas.relate._history import CoChange
+from sternway.atlas.relate._layers import FileLayer, layers
 from sternway.atlas.relate._modules import ModuleName
+from sternway.atlas.relate._names import Inherited, inherited, mentions, shared
 from sternway.atlas.relate._order import cycles, importance
 from sternway.atlas.relate._resolve import Resolver, Symbol
+from sternway.atlas.relate._usage import TEST_FILE, ReachingTest, UsageSite, examples, hot, sites_of, tests
 
 _MODULE_BASES = re.compile(r"torch\.nn\.(modules\.\w+\.)?(?!Parameter$|Buffer$|Uninitialized)[A-Z]\w*$")
-_TEST_FILE = re.compile(r"(^|/)(test_[^/]*|[^/]*_test|conftest)\.py$")
 
 
 class CallTarget(NamedTuple):
@@ -34,11 +37,20 @@ class FileContext(NamedTuple):
     callers: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
     targets: tuple[CallTarget, ...] = ()
     modules: tuple[str, ...] = ()  # own classes that derive from nn.Module
-    tests: tuple[tuple[str, int], ...] = ()
+    importing_tests: tuple[tuple[str, int], ...] = ()
     cycle: tuple[str, ...] = ()
     readers: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()  # of a configuration file's keys
     is_entry: str = ""  # the reason, if it is an entry point
     measured: str = ""  # JSON of what was measured of this file's modules
+    layer: FileLayer = FileLayer()
+    links: tuple[tuple[str, Symbol], ...] = ()  # what mentioned names mean
+    inherited: tuple[Inherited, ...] = ()
+    calls: tuple[tuple[str, str, str], ...] = ()  # caller in this file, path and name of a definition that it calls
+    examples: tuple[tuple[str, tuple[UsageSite, ...]], ...] = ()
+    tests: tuple[tuple[str, tuple[ReachingTest, ...]], ...] = ()
+    hot: tuple[tuple[str, str, int], ...] = ()  # own functions that a loop calls, and where
+    together: tuple[CoChange, ...] = ()
+    shared: tuple[tuple[str, tuple[str, ...]], ...] = ()  # other files, and the rare names that both define
 
 
 class Relations(NamedTuple):
@@ -51,8 +63,12 @@ class Relations(NamedTuple):
     contexts: dict[str, FileContext]
 
 
-def relate(facts: Mapping[str, Facts], names: Mapping[str, ModuleName]) -> Relations:
-    """Relate the facts of all files to each other."""
+def relate(
+    facts: Mapping[str, Facts],
+    names: Mapping[str, ModuleName],
+    together: Mapping[str, tuple[CoChange, ...]] | None = None,
+) -> Relations:
+    """Relate the facts of all files to each other. ``together``: what changes with each file, from its history."""
     resolver = Resolver(facts, names)
     imports = {path: tuple(resolver.imported(path, item) for item in known.imports) for path, known in facts.items()}
     importers: dict[str, dict[str, int]] = defaultdict(dict)
@@ -69,9 +85,13 @@ def relate(facts: Mapping[str, Facts], names: Mapping[str, ModuleName]) -> Relat
     order = tuple(sorted(graph, key=lambda path: (-round(share[path], 12), path)))
     groups = tuple(cycles(graph))
     in_cycle = {path: group for group in groups for path in group}
-    bases = {path: tuple(resolver.symbol(base.name) for base in known.bases) for path, known in facts.items()}
+    bases = {path: tuple(resolver.base(path, base) for base in known.bases) for path, known in facts.items()}
     subclasses, modules = _classes(facts, bases)
-    callers, targets = _calls(facts, resolver)
+    resolved = {path: [resolver.called(path, call) for call in known.calls] for path, known in facts.items()}
+    callers, targets = _calls(facts, resolved)
+    sites = sites_of(facts, resolved)
+    shown, reached, looped = examples(sites), tests(facts, sites), hot(sites)
+    stands, members, common = layers(graph, groups), inherited(facts, bases, resolver), shared(facts)
     keys = _key_readers(facts)
     entries = _entries(facts, resolver)
     made = {}
@@ -85,12 +105,22 @@ def relate(facts: Mapping[str, Facts], names: Mapping[str, ModuleName]) -> Relat
             tuple(sorted((name, tuple(sorted(sites))) for name, sites in callers.get(path, {}).items())),
             targets.get(path, ()),
             tuple(sorted(modules.get(path, ()))),
-            tuple((file, line) for file, line in by if _TEST_FILE.search(file)),
+            tuple((file, line) for file, line in by if TEST_FILE.search(file)),
             in_cycle.get(path, ()),
             tuple((item.name, keys.get(item.name.rpartition(".")[2], ())) for item in known.options)
             if known.parser == "keys"
             else (),
             entries.get(path, ""),
+            "",
+            stands[path],
+            mentions(path, known, resolver, names),
+            members.get(path, ()),
+            _outgoing(known, resolved[path]),
+            tuple(sorted(shown.get(path, ()))),
+            tuple(sorted(reached.get(path, ()))),
+            tuple(sorted(looped.get(path, ()))),
+            (together or {}).get(path, ()),
+            common.get(path, ()),
         )
     return Relations(graph, order, entries, groups, made)
 
@@ -118,16 +148,24 @@ def _classes(
     return subclasses, modules
 
 
+def _outgoing(known: Facts, resolved: list[Symbol | None]) -> tuple[tuple[str, str, str], ...]:
+    found = {
+        (call.scope, symbol.path, symbol.name)
+        for call, symbol in zip(known.calls, resolved, strict=True)
+        if symbol is not None and symbol.name
+    }
+    return tuple(sorted(found))
+
+
 def _calls(
-    facts: Mapping[str, Facts], resolver: Resolver
+    facts: Mapping[str, Facts], resolved: Mapping[str, list[Symbol | None]]
 ) -> tuple[dict[str, dict[str, set[tuple[str, int]]]], dict[str, tuple[CallTarget, ...]]]:
     callers: dict[str, dict[str, set[tuple[str, int]]]] = defaultdict(lambda: defaultdict(set))
     targets: dict[str, tuple[CallTarget, ...]] = {}
     for path, known in facts.items():
         counts: Counter[Symbol] = Counter()
         first: dict[Symbol, int] = {}
-        for call in known.calls:
-            symbol = resolver.symbol(call.name)
+        for call, symbol in zip(known.calls, resolved[path], strict=True):
             if symbol is not None and symbol.name:
                 callers[symbol.path][symbol.name].add((path, call.line))
                 if symbol.path != path:
@@ -152,7 +190,7 @@ def _entries(facts: Mapping[str, Facts], resolver: Resolver) -> dict[str, str]:
     for path, known in sorted(facts.items()):
         if path.rpartition("/")[2] == "__main__.py":
             found[path] = "a package's __main__"
-        elif known.main_line and not _TEST_FILE.search(path):
+        elif known.main_line and not TEST_FILE.search(path):
             found[path] = f"runs as a script, by line {known.main_line}"
         elif path.rpartition("/")[2] == "pyproject.toml":
             for item in known.options:

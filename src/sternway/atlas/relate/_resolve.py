@@ -12,12 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from sternway.atlas._records import Definition, Facts, Import
+from sternway.atlas._records import Base, Call, Definition, Facts, Import
 from sternway.atlas.python._reading import absolute_module
 from sternway.atlas.relate._modules import ModuleName
 
 _FURTHEST = 16  # re-exports in a row
 _PYTHON = "Python"
+_SCRIPTS = ("JavaScript", "TypeScript")
+_ENDINGS = (".ts", ".tsx", ".js", ".jsx", ".mjs", "/index.ts", "/index.js")
 
 
 class Symbol(NamedTuple):
@@ -91,12 +93,61 @@ class Resolver:
 
     def _included(self, path: str, name: str) -> str:
         near = posixpath.normpath(posixpath.join(posixpath.dirname(path), name))
-        if near in self._facts:
-            return near
+        for ending in ("", *_ENDINGS) if self._facts[path].language in _SCRIPTS else ("",):
+            if near + ending in self._facts:
+                return near + ending
+        if self._facts[path].language in _SCRIPTS:
+            return "unresolved" if name.startswith(".") else "outside the tree"
         ends = [file for file in self._by_tail.get(name.rpartition("/")[2], ()) if f"/{file}".endswith(f"/{name}")]
         if len(ends) == 1:
             return ends[0]
         return "unresolved" if ends else "outside the tree"
+
+    def called(self, path: str, call: Call) -> Symbol | None:
+        """The definition that a call means."""
+        if self._facts[path].language == _PYTHON:
+            return self.symbol(call.name)
+        return self._foreign(path, call)
+
+    def base(self, path: str, base: Base) -> Symbol | None:
+        """The definition that a base class means."""
+        if self._facts[path].language == _PYTHON:
+            return self.symbol(base.name)
+        return self._foreign(path, Call(base.name, base.line, base.owner))
+
+    def _foreign(self, path: str, call: Call) -> Symbol | None:
+        """A call in another language: a definition of the file, or of one file that it includes or imports."""
+        name = call.name.removeprefix("this.")
+        first, _, rest = name.partition(".")
+        for item in self._bound(path).get(first, ()):
+            target = self.imported(path, item)
+            wanted = rest if item.name in ("*", "default") else item.name
+            if target in self._facts and wanted:
+                return self._defined(target, wanted)
+        if "." in name and name == call.name:
+            return None  # a method of a value whose type is not known
+        found = self._defined(path, name, call.scope)
+        if found is not None or self._facts[path].language in _SCRIPTS:
+            return found
+        targets = dict.fromkeys(self.imported(path, item) for item in self._facts[path].imports)
+        places = [self._defined(target, name) for target in targets if target in self._facts]
+        known = [place for place in places if place is not None]
+        return known[0] if len(known) == 1 else None
+
+    def _defined(self, path: str, name: str, scope: str = "") -> Symbol | None:
+        """A definition by the end of its name, if only one name has that end, or one is in the caller's own class."""
+        own = self.definitions(path)
+        mark = "." if self._facts[path].language in _SCRIPTS else "::"
+        if name in own:
+            return Symbol(path, name, own[name].line)
+        around = scope.rpartition(mark)[0]
+        while around:
+            if f"{around}{mark}{name}" in own:
+                whole = f"{around}{mark}{name}"
+                return Symbol(path, whole, own[whole].line)
+            around = around.rpartition(mark)[0]
+        ends = [whole for whole in own if whole.endswith(f"{mark}{name}")] if mark == "::" else []
+        return Symbol(path, ends[0], own[ends[0]].line) if len(ends) == 1 else None
 
     def symbol(self, name: str) -> Symbol | None:
         """The definition that an absolute dotted name means, if it is in this tree."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -71,9 +72,10 @@ def kept(out: Path, sources: Mapping[str, str]) -> str:
     return text if all(sources.get(path) == digest for path, digest in files.items()) else ""
 
 
-def page(measured: str) -> dict[str, str]:
-    """The page with the measured graph, by its output path."""
-    return {"_site/backward.html": json.loads(measured)["page"]} if measured else {}
+def pages(measured: str) -> dict[str, str]:
+    """The pages with measured graphs, by their output paths."""
+    found: dict[str, str] = json.loads(measured)["pages"] if measured else {}
+    return {path: text for path, text in found.items() if re.fullmatch(r"_site/backward[\w.~+-]*\.html", path)}
 
 
 def spread(measured: str, whole: Relations) -> Relations:

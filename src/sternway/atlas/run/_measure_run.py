@@ -21,9 +21,11 @@ from torch import Tensor, nn
 
 from sternway import graph, split
 from sternway._tree import leaves, replace_leaves
+from sternway.atlas._paths import safe
 from sternway.errors import AtlasError
 
 _ROUNDS = 5
+_DRAWN = 12  # classes with a drawing of their own
 
 
 def main(file: str, function: str, result: str, root: str) -> None:
@@ -54,13 +56,14 @@ def main(file: str, function: str, result: str, root: str) -> None:
         f"({kinds}); {_waits(captured)}"
     )
     rows = _rows(model, captured, Path(root), given)
+    graphs = _graphs(model, rows, given)
     files = {row["path"] for row in rows} | {_inside(file, Path(root))} - {""}
     record = {
         "date": datetime.date.today().isoformat(),
         "machine": _machine(model),
         "whole": whole,
         "rows": rows,
-        "page": _page(captured, function),
+        "pages": {"_site/backward.html": _page(captured, function), **graphs},
         "files": {path: hashlib.sha256((Path(root) / path).read_bytes()).hexdigest() for path in sorted(files)},
     }
     Path(result).write_text(json.dumps(record), "utf-8")
@@ -182,6 +185,28 @@ def _rows(model: nn.Module, captured: graph.Graph, root: Path, given: Given) -> 
             }
         )
     return rows
+
+
+def _graphs(model: nn.Module, rows: list[dict[str, Any]], given: Given) -> dict[str, str]:
+    """A drawing of the backward graph of each class, from its first module that runs alone; its row names the page."""
+    pages: dict[str, str] = {}
+    done: set[str] = set()
+    modules = dict(model.named_modules())
+    for row in rows:
+        key = "" if row["name"] == "the whole model" else row["name"]
+        if row["module"] in done or key not in given or len(done) >= _DRAWN:
+            continue
+        args, kwargs = given[key]
+        try:
+            with graph.record(modules[key]):
+                outputs = modules[key](*replace_leaves(_fresh, args), **replace_leaves(_fresh, kwargs))
+            captured = graph.capture(outputs, modules[key])
+        except Exception:  # whatever a module raises when it runs alone: it has no drawing
+            continue
+        done.add(row["module"])
+        row["graph"] = f"_site/backward_{safe(row['module'])}"
+        pages[f"{row['graph']}.html"] = _page(captured, row["module"])
+    return pages
 
 
 def _inside(file: str, root: Path) -> str:

@@ -13,17 +13,21 @@ import hashlib
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from sternway.atlas._paths import folder_of
+from sternway.atlas._paths import folder_of, source_link
 from sternway.atlas._records import Facts, unpack
 from sternway.atlas.pages._assets import assets
-from sternway.atlas.pages._folder_page import Folder, TreeFacts, reading_page
+from sternway.atlas.pages._backward_page import backward_page
+from sternway.atlas.pages._folder_page import Folder, TreeFacts
 from sternway.atlas.pages._links import Links, check
+from sternway.atlas.pages._overview_pages import FolderOverview, reading_pages
 from sternway.atlas.read._tree import MARK, FileProblem, Tree, walk
 from sternway.atlas.relate._context import Relations, relate
+from sternway.atlas.relate._history import co_changes, head
 from sternway.atlas.relate._modules import names
+from sternway.atlas.relate._start import reading_order
 from sternway.atlas.run import _measure
 from sternway.atlas.run._pool import JobPool
 from sternway.atlas.run._store import (
@@ -48,18 +52,20 @@ _ABOUT_PAGES = ("encoding", "syntax", "no parser")  # problems of files that hav
 class SiteBuild:
     """One run: ``prepare``, ``read``, ``describe``, ``finish``."""
 
-    def __init__(self, source: Path, out: Path, include: tuple[str, ...]) -> None:
+    def __init__(self, source: Path, out: Path, include: tuple[str, ...], source_url: str = "") -> None:
         self.tree: Tree = walk(source, out, include)
-        self.site = Site(self.tree.root, out.resolve(), self.tree.root.name or "/")
+        base = source_url or os.path.relpath(self.tree.root, out.resolve()).replace(os.sep, "/")
+        self.site = Site(self.tree.root, out.resolve(), self.tree.root.name or "/", base)
         if self.tree.root == self.site.out or self.tree.root.is_relative_to(self.site.out):
             raise AtlasError(
                 "--out cannot be the source or a folder that contains it", got=str(out), fix="choose another folder"
             )
-        self.options = digest(json.dumps(include), self.site.tree)
+        self.options = digest(json.dumps(include), self.site.tree, base, head(self.tree.root))
         self.problems: list[FileProblem] = list(self.tree.problems)
         self.sources = dict(self._hashes())
         self.names = names(self.tree.root, self.sources)
         self.before = load(self.site.out)
+        self.old_generator = self.before.generator if self.before is not None else ""
         usable = self.before is not None and self.before.generator == generator()
         self.old: dict[str, list[str]] = defaultdict(list)  # pages by the digest of their inputs
         self.old_pages: dict[str, Written] = self.before.pages if self.before is not None and usable else {}
@@ -165,7 +171,7 @@ class SiteBuild:
         for path, source in self.sources.items():
             module = self.names.get(path)
             key = self.keys[path] = digest("read", path, source, *(module or ("", "")), self.site.tree)
-            if stored(self.site.out, path)[0] != key or not self._kept(key):
+            if self.old_generator != generator() or stored(self.site.out, path)[0] != key:
                 wanted.append(path)
             elif path in old_problems:
                 self.problems.append(FileProblem(*old_problems[path]))
@@ -182,11 +188,14 @@ class SiteBuild:
         for path in sorted(self.sources):
             _, self.lines[path], text = stored(self.site.out, path)
             self.facts[path] = unpack(text)
-        whole = self.whole = _measure.spread(measured, relate(self.facts, self.names))
+        together = co_changes(self.tree.root, self.sources)
+        whole = self.whole = _measure.spread(measured, relate(self.facts, self.names, together))
         jobs: list[Describe | Index] = [*self._index_jobs()]
         waiting: list[tuple[str, str]] = []
         for path, context in whole.contexts.items():
-            key = digest("docs", self.keys[path], json.dumps(context))
+            shown = {site.path for _, sites in context.examples for site in sites}
+            quoted = [self.sources[path] for path in sorted(shown)]
+            key = digest("docs", self.keys[path], self.site.base, json.dumps(context), *quoted)
             if not self._kept(key):
                 waiting.append((path, key))
         sizes = {entry.path: entry.size for entry in self.tree.files}
@@ -196,27 +205,29 @@ class SiteBuild:
             Describe(self.site, tuple((path, whole.contexts[path], keys[path]) for path in chunk))
             for chunk in _chunks(ordered, sizes)
         ]
-        self._folders()
+        self._folders(measured)
         self._shared(measured)
         for done in pool.run("writing", jobs, small=self.small):
             self._finished(done)
 
-    def _folders(self) -> None:
+    def _folders(self, measured: str) -> None:
         problems = sorted(set(self.problems))
-        known = TreeFacts(self.site.tree, self.facts, self.lines, self.whole, problems, self.tree.folders)
+        order = reading_order(self.whole, self.facts)
+        known = TreeFacts(self.site.tree, self.facts, self.lines, self.whole, problems, self.tree.folders, order)
         folders = [Folder(known, path) for path in self.tree.folders]
         for page in [
             *(folder.index() for folder in folders),
-            *(folder.doc() for folder in folders),
-            reading_page(known),
+            *(FolderOverview(folder).page() for folder in folders),
+            *reading_pages(known),
+            backward_page(known, measured),
         ]:
-            key = digest("folder", self.site.tree, repr(page))
+            key = digest("folder", self.site.tree, self.site.base, repr(page))
             if not self._kept(key):
                 self._take(render(self.site, page, key))
 
     def _shared(self, measured: str) -> None:
         """Write the shared style sheet and script, and the drawing of the measured graph."""
-        for path, text in {**assets(), **_measure.page(measured)}.items():
+        for path, text in {**assets(), **_measure.pages(measured)}.items():
             key = digest("asset", path, text)
             if not self._kept(key):
                 self._take([plain(self.site.out, path, key, text)])
@@ -228,7 +239,7 @@ class SiteBuild:
             paths = tuple(path for path in sorted(self.sources) if path.startswith(start))
             inputs = [part for path in paths for part in (path, self.keys[path])]
             for kind in ("sub", "search") if not folder else ("sub",):
-                key = digest(kind, folder, *inputs)
+                key = digest(kind, folder, self.site.base, *inputs)
                 if not self._kept(key):
                     yield Index(self.site, folder, paths, key, search=kind == "search")
 
@@ -240,7 +251,8 @@ class SiteBuild:
         for path in self.before.sources if self.before else ():
             if path not in self.sources:
                 _remove(self.site.out, facts_file(self.site.out, path))
-        broken = check(self.links, [page for page in self.pages if page not in self.links])
+        others = [page for page in self.pages if page not in self.links]
+        broken = check(self.links, others, source_lines(self.site.base, self.lines))
         _measure.keep(self.site.out, measured)
         save_links(self.site.out, self.links)
         manifest = SiteManifest(
@@ -256,6 +268,11 @@ class SiteBuild:
         )
         save(self.site.out, manifest)
         return manifest, len(removed)
+
+
+def source_lines(base: str, lines: Mapping[str, int]) -> dict[str, int]:
+    """Source files as the links of Markdown pages name them, and how many lines they have."""
+    return {source_link("index.md", base, path): max(count, 1) for path, count in lines.items()}
 
 
 def _chunks(paths: list[str], sizes: dict[str, int]) -> Iterator[tuple[str, ...]]:

@@ -12,12 +12,17 @@ import json
 import os
 import stat
 import sys
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 from sternway.atlas.pages._links import Links
 from sternway.atlas.read import _ctags
 from sternway.atlas.read._tree import MARK
+
+_MANIFEST = "manifest.json.z"
+_GRAMMARS = ("c", "cpp", "cuda", "javascript", "typescript")
+_USED = ("jinja2", "pygments", "pathspec", "pyyaml", "tree-sitter", *(f"tree-sitter-{name}" for name in _GRAMMARS))
 
 
 class Written(NamedTuple):
@@ -58,7 +63,7 @@ def generator() -> str:
     own = Path(__file__).parents[1]
     files = sorted(path for path in own.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     content = [part for path in files for part in (path.relative_to(own).as_posix(), path.read_bytes())]
-    used = [importlib.metadata.version(name) for name in ("jinja2", "pygments", "pathspec", "pyyaml")]
+    used = [importlib.metadata.version(name) for name in _USED]
     return digest(*content, _griffe_version(), *used, _ctags.version(), sys.version)
 
 
@@ -72,7 +77,7 @@ def _griffe_version() -> str:
 
 def facts_file(out: Path, path: str) -> Path:
     name = hashlib.sha256(os.fsencode(path)).hexdigest()
-    return out / MARK / "facts" / name[:2] / f"{name[2:24]}.json"
+    return out / MARK / "facts" / name[:2] / f"{name[2:24]}.json.z"
 
 
 def write(path: Path, text: str | bytes) -> tuple[str, int, bool]:
@@ -102,7 +107,7 @@ def _has(path: Path, data: bytes) -> bool:
 def load(out: Path) -> SiteManifest | None:
     """The manifest of the last run; None if there is none, or it cannot be read."""
     try:
-        raw = json.loads((out / MARK / "manifest.json").read_text("utf-8"))
+        raw = json.loads(zlib.decompress((out / MARK / _MANIFEST).read_bytes()))
         pages = {str(path): Written(*row) for path, row in raw["pages"].items() if _inside(str(path))}
         return SiteManifest(
             raw["generator"],
@@ -115,7 +120,7 @@ def load(out: Path) -> SiteManifest | None:
             raw["languages"],
             raw["unresolved"],
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, zlib.error):
         return None
 
 
@@ -126,20 +131,20 @@ def _inside(path: str) -> bool:
 
 def save(out: Path, manifest: SiteManifest) -> None:
     text = json.dumps(manifest._asdict(), ensure_ascii=True, sort_keys=True, separators=(",", ":"))
-    write(out / MARK / "manifest.json", text + "\n")
+    write(out / MARK / _MANIFEST, zlib.compress(text.encode("ascii"), 6))
 
 
 def load_links(out: Path) -> dict[str, Links]:
     try:
-        raw = json.loads((out / MARK / "links.json").read_text("utf-8"))
+        raw = json.loads(zlib.decompress((out / MARK / "links.json.z").read_bytes()))
         return {
             page: Links(lines, tuple(anchors), tuple((path, line, tuple(more)) for path, line, more in targets))
             for page, (lines, anchors, targets) in raw.items()
         }
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, zlib.error):
         return {}
 
 
 def save_links(out: Path, links: dict[str, Links]) -> None:
     text = json.dumps(links, ensure_ascii=True, sort_keys=True, separators=(",", ":"))
-    write(out / MARK / "links.json", text + "\n")
+    write(out / MARK / "links.json.z", zlib.compress(text.encode("ascii"), 1))

@@ -3,46 +3,43 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
+import textwrap
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from sternway.atlas._paths import file_page, folder_page, shown
-from sternway.atlas._records import Facts, pack, pack_keywords, unpack
-from sternway.atlas.pages._about import About
-from sternway.atlas.pages._blocks import Items, Page, To, section, sections
-from sternway.atlas.pages._file_page import file_docs
-from sternway.atlas.pages._html import index_html, to_html
-from sternway.atlas.pages._index import (
-    SPLIT_ABOVE,
-    Entry,
-    by_letter,
-    file_html,
-    file_markdown,
-    merge,
-    subtree_html,
-    subtree_markdown,
-)
+from sternway.atlas._records import Facts, Keyword, pack, pack_keywords, unpack, unpack_keywords
+from sternway.atlas.pages._about import BRIEF, About
+from sternway.atlas.pages._blocks import Page
+from sternway.atlas.pages._file_page import file_docs, file_source
+from sternway.atlas.pages._html import to_html
+from sternway.atlas.pages._index import IndexEntry, file_heads, file_rows, folder_rows, write_index
 from sternway.atlas.pages._links import Links, page_of, read_links
 from sternway.atlas.pages._markdown import to_markdown
-from sternway.atlas.pages._search import shards
+from sternway.atlas.pages._search import SearchSource, shards
+from sternway.atlas.pages._sections_map import sections_of
 from sternway.atlas.read import _ctags
 from sternway.atlas.read._facts import read_facts
 from sternway.atlas.read._languages import language_of
 from sternway.atlas.read._text import lines_of, read
 from sternway.atlas.relate._context import FileContext
 from sternway.atlas.relate._modules import ModuleName
+from sternway.atlas.relate._usage import UsageSite
 from sternway.atlas.run._store import Written, facts_file, write
+
+LARGEST_PAGE = 290_000  # bytes; a longer page about a file is made again, more briefly
 
 
 class Site(NamedTuple):
-    """The source tree and the output folder of a run, and the tree's name."""
+    """The source tree and the output folder of a run, the tree's name, and where Markdown finds the source."""
 
     root: Path
     out: Path
     tree: str
+    base: str
 
 
 class Output(NamedTuple):
@@ -67,7 +64,7 @@ def start() -> None:
 
 
 class Read(NamedTuple):
-    """Read files, and write their facts and keyword pages. ``keys``: the digest of each file's inputs."""
+    """Read files, and store their facts and keywords. ``keys``: the digest of each file's inputs."""
 
     site: Site
     paths: tuple[str, ...]
@@ -77,7 +74,6 @@ class Read(NamedTuple):
     def run(self) -> Done:
         tagged = [path for path in self.paths if language_of(path).parser == "ctags"] if _ctags.version() else []
         records = _ctags.tags(self.site.root, tagged, {path: language_of(path).name for path in tagged})
-        outputs: list[Output] = []
         problems: list[tuple[str, str, str]] = []
         for path, name, key in zip(self.paths, self.names, self.keys, strict=True):
             language = language_of(path)
@@ -93,13 +89,9 @@ class Read(NamedTuple):
             if facts.problem:
                 problems.append((path, "syntax" if facts.problem != _ctags.MISSING else "no parser", facts.problem))
             stored = "\n".join((key, str(len(lines_of(text.text))), pack(facts), pack_keywords(keywords), ""))
-            write(facts_file(self.site.out, path), stored)
-            title = f"Keywords of {shown(path)}"
-            body = index_html(file_page(path, "_kw"), path, title, self.site.tree, file_html(path, keywords), True)
-            outputs += _write(self.site.out, page_of("kw", path, ".md"), key, file_markdown(path, keywords))
-            outputs += _write(self.site.out, page_of("kw", path, ".html"), key, body)
+            write(facts_file(self.site.out, path), zlib.compress(stored.encode("ascii"), 3))
         _collect()
-        return Done(tuple(outputs), tuple(problems))
+        return Done((), tuple(problems))
 
 
 class Describe(NamedTuple):
@@ -111,6 +103,7 @@ class Describe(NamedTuple):
     def run(self) -> Done:
         outputs: list[Output] = []
         problems: list[tuple[str, str, str]] = []
+        lines: dict[str, list[str]] = {}
         for path, context, key in self.files:
             language = language_of(path)
             try:
@@ -118,14 +111,57 @@ class Describe(NamedTuple):
             except OSError as error:
                 problems.append((path, "unreadable", f"cannot be read: {error.strerror}"))
                 continue
-            facts = load_facts(self.site.out, path)
-            outputs += render(self.site, file_docs(About(path, text, language, facts, context)), key)
+            facts, keywords = load_facts(self.site.out, path)
+            excerpts = {site: excerpt(self.site.root, site, lines) for _, sites in context.examples for site in sites}
+            defined = {item.name: item for item in reversed(facts.definitions)}
+            names, members = dict(context.links), members_of(facts)
+            about = About(path, text, language, facts, context, excerpts, names, defined, members)
+            outputs += self._pages(about, keywords, key)
         _collect()
         return Done(tuple(outputs), tuple(problems))
 
+    def _pages(self, about: About, keywords: list[Keyword], key: str) -> Iterator[Output]:
+        for brief in range(len(BRIEF) + 1):
+            page = file_docs(about._replace(brief=brief))
+            texts = to_markdown(page, self.site.base), to_html(page, self.site.tree)
+            if max(len(text.encode("utf-8", "replace")) for text in texts) < LARGEST_PAGE:
+                break
+        for suffix, text in zip((".md", ".html"), texts, strict=True):
+            yield from _write(self.site.out, page.name + suffix, key, text)
+        source = file_source(about)
+        yield from _write(self.site.out, f"{source.name}.html", key, to_html(source, self.site.tree))
+        heads = file_heads(about.path, [section.title for section in page.sections], self.site.base)
+        rows = file_rows(about.path, keywords, sections_of(page, (word.name for word in keywords)), self.site.base)
+        index = Page(file_page(about.path, "_kw"), about.path, f"Keywords of {shown(about.path)}", (), True)
+        base = page_of("source", about.path, ".html").rpartition("/")[2]
+        for name, text in write_index(index, self.site.tree, rows, heads, base):
+            yield from _write(self.site.out, name, key, text)
+
+
+def members_of(facts: Facts) -> dict[str, tuple[tuple[str, str, int], ...]]:
+    """The members of each class: last part of the name, whole name, line."""
+    found: dict[str, dict[str, tuple[str, str, int]]] = {
+        item.name: {} for item in facts.definitions if item.kind == "class"
+    }
+    for item in facts.definitions:
+        owner, _, tail = item.name.rpartition(".")
+        if owner in found:
+            found[owner].setdefault(tail, (tail, item.name, item.line))
+    return {owner: tuple(members.values()) for owner, members in found.items()}
+
+
+def excerpt(root: Path, site: UsageSite, lines: dict[str, list[str]]) -> str:
+    """The text of a call site, without its indentation."""
+    if site.path not in lines:
+        try:
+            lines[site.path] = lines_of(read(root / site.path, is_python=True).text)
+        except OSError:
+            lines[site.path] = []
+    return textwrap.dedent("\n".join(lines[site.path][site.first - 1 : site.last]))
+
 
 class Index(NamedTuple):
-    """Write the keyword index of a folder and all below it, or with ``search`` the search index."""
+    """Write the index of a folder and all below it (definitions, without fields), or the search index."""
 
     site: Site
     folder: str
@@ -134,36 +170,28 @@ class Index(NamedTuple):
     search: bool = False
 
     def run(self) -> Done:
-        entries = merge((path, load_keywords(self.site.out, path)) for path in self.paths)
         if self.search:
-            made = shards(entries, list(self.paths)).items()
+            made = shards(self._searched(path) for path in self.paths).items()
             return Done(tuple(plain(self.site.out, f"_site/search/{name}", self.key, text) for name, text in made))
-        letters = by_letter(entries)
-        title = f"Keywords below {shown(self.folder) or self.site.tree}"
-        if len(entries) <= SPLIT_ABOVE:
-            return Done(tuple(self._pages("sub", title, letters)))
-        outputs = [
-            output
-            for letter, group in letters.items()
-            for output in self._pages(f"sub_{letter.replace('-', '')}", f"{title}: {letter}", {letter: group})
-        ]
-        return Done((*outputs, *self._overview(title, {letter: len(group) for letter, group in letters.items()})))
-
-    def _pages(self, name: str, title: str, letters: dict[str, list[Entry]]) -> Iterator[Output]:
-        page = folder_page(self.folder, name)
-        text = subtree_markdown(f"{page}.md", title, letters)
-        yield from _write(self.site.out, f"{page}.md", self.key, text)
-        body = subtree_html(f"{page}.html", letters)
-        text = index_html(page, self.folder, title, self.site.tree, body, False)
-        yield from _write(self.site.out, f"{page}.html", self.key, text)
-
-    def _overview(self, title: str, letters: dict[str, int]) -> Iterator[Output]:
-        items = tuple(
-            (To(f"sub_{letter.replace('-', '')}", self.folder, letter), f": {count:,} entries")
-            for letter, count in letters.items()
+        entries = (
+            IndexEntry(item.name.replace("::", ".").rpartition(".")[2], item.name, item.kind, path, item.line)
+            for path in self.paths
+            for item in unpack(_lines(self.site.out, path)[2]).definitions
+            if item.kind != "variable" or "." not in item.name
         )
-        page = Page(folder_page(self.folder, "sub"), self.folder, title, sections(section("Letters", Items(items))))
-        yield from render(self.site, page, self.key)
+        title = f"Definitions below {shown(self.folder) or self.site.tree}"
+        page = Page(folder_page(self.folder, "sub"), self.folder, title, ())
+        rows = folder_rows(self.folder, entries, self.site.base)
+        written = write_index(page, self.site.tree, rows)
+        return Done(tuple(out for name, text in written for out in _write(self.site.out, name, self.key, text)))
+
+    def _searched(self, path: str) -> SearchSource:
+        facts, keywords = load_facts(self.site.out, path)
+        try:
+            text = read(self.site.root / path, is_python=language_of(path).parser == "ast").text
+        except OSError:
+            text = ""
+        return SearchSource(path, facts, keywords, text)
 
 
 Job = Read | Describe | Index
@@ -181,7 +209,7 @@ def _collect() -> None:
 
 def render(site: Site, page: Page, key: str) -> Iterator[Output]:
     """Write a page as Markdown and as HTML."""
-    yield from _write(site.out, f"{page.name}.md", key, to_markdown(page))
+    yield from _write(site.out, f"{page.name}.md", key, to_markdown(page, site.base))
     yield from _write(site.out, f"{page.name}.html", key, to_html(page, site.tree))
 
 
@@ -197,16 +225,12 @@ def plain(out: Path, path: str, key: str, text: str) -> Output:
 
 
 def _lines(out: Path, path: str) -> list[str]:
-    return facts_file(out, path).read_text("utf-8").split("\n")
+    return zlib.decompress(facts_file(out, path).read_bytes()).decode("ascii").split("\n")
 
 
-def load_facts(out: Path, path: str) -> Facts:
-    return unpack(_lines(out, path)[2])
-
-
-def load_keywords(out: Path, path: str) -> list[tuple[str, str, int]]:
-    rows: list[tuple[str, str, int]] = json.loads(_lines(out, path)[3])
-    return rows
+def load_facts(out: Path, path: str) -> tuple[Facts, list[Keyword]]:
+    rows = _lines(out, path)
+    return unpack(rows[2]), unpack_keywords(rows[3])
 
 
 def stored(out: Path, path: str) -> tuple[str, int, str]:
@@ -214,5 +238,5 @@ def stored(out: Path, path: str) -> tuple[str, int, str]:
     try:
         key, lines, facts, *_ = _lines(out, path)
         return key, int(lines), facts
-    except (OSError, ValueError):
+    except (OSError, ValueError, zlib.error):
         return "", 0, ""

@@ -1,0 +1,104 @@
+"""The first sections of a file's page: what it is, in its own words, or derived where it has none."""
+
+from __future__ import annotations
+
+import posixpath
+
+from sternway.atlas._paths import shown
+from sternway.atlas._records import Definition
+from sternway.atlas.pages._about import BRIEF, About
+from sternway.atlas.pages._blocks import (
+    At,
+    Block,
+    Code,
+    Paragraph,
+    Section,
+    Strong,
+    To,
+    Words,
+    cut,
+    joined,
+    section,
+    sentence,
+    table,
+)
+from sternway.atlas.pages._docstring_page import described
+from sternway.atlas.read._text import lines_of
+
+PARSERS = {
+    "ast": "Python's own parser (ast)",
+    "tree-sitter": "tree-sitter, which parses the file alone: macros are not expanded",
+    "ctags": "universal-ctags, which reads declarations and does not resolve them",
+    "keys": "its keys",
+    "words": "its words only",
+}
+
+
+def overview(about: About) -> Section | None:
+    """The module's docstring; without one, what the facts support."""
+    lines = len(lines_of(about.text.text))
+    folder = posixpath.dirname(about.path)
+    head = sentence(
+        Code(shown(about.path)),
+        f", {about.facts.language}, {lines:,} line{'s' * (lines != 1)}. ",
+        To("source", about.path, "Source"),
+        " · ",
+        To("kw", about.path, "Keywords"),
+        " · ",
+        To("index", folder, "Folder"),
+    )
+    said: list[Block] = []
+    if about.facts.doc:
+        said = [*described(about.facts.doc, about.names), sentence("(From ", about.at(about.facts.purpose_line), ".)")]
+    elif derived := _derived(about):
+        said = [Paragraph((Strong("Derived from the code:"), " ", *derived))]
+    if about.brief:
+        said.insert(0, sentence(f"The file is large, so this page is brief: {', '.join(BRIEF[: about.brief])}."))
+    entry = sentence("It is an entry point: ", about.context.is_entry, ".") if about.context.is_entry else None
+    public = None
+    if about.facts.exports:
+        names = [(about.ref(name),) for name in about.facts.exports]
+        public = sentence("Its public names, by ", Code("__all__"), ": ", *cut(names, 60), ".")
+    return section("Overview", head, *said, entry, public)
+
+
+def _derived(about: About) -> Words:
+    """What it defines, what is called most, and what it raises."""
+    parts: list[Words] = []
+    tops = [item for item in about.facts.definitions if "." not in item.name and item.kind not in ("variable", "key")]
+    public = [item for item in tops if not item.name.startswith("_")] or tops
+    if public:
+        parts.append(("defines ", *cut([_named(about, item) for item in public], 12)))
+    called = sorted(about.context.callers, key=lambda row: (-len({path for path, _ in row[1]}), row[0]))
+    if called and (files := {path for path, _ in called[0][1]} - {about.path}):
+        name, sites = called[0]
+        count = f" from {len(files):,} other file{'s' * (len(files) != 1)}, first at "
+        first = next(site for site in sites if site[0] != about.path)
+        parts.append((about.ref(name), " is called most,", count, At(*first)))
+    raised = sorted({name for item in about.facts.definitions for name in item.raises})
+    if raised:
+        parts.append(("raises ", *cut([(Code(name),) for name in raised], 8)))
+    if not parts:
+        return ()
+    return (*joined(parts, "; "), ".")
+
+
+def _named(about: About, item: Definition) -> Words:
+    return (f"the {item.kind} ", about.ref(item.name))
+
+
+def metadata(about: About) -> Section | None:
+    lines = len(lines_of(about.text.text))
+    rows: list[tuple[Words, ...]] = [
+        (("Path",), (Code(shown(about.path)),)),
+        (("Language",), (about.facts.language,)),
+        (("Read by",), (PARSERS[about.facts.parser],)),
+        (("Size",), (f"{about.text.size:,} bytes, {lines:,} line{'s' * (lines != 1)}",)),
+        (("Encoding",), (about.text.encoding,)),
+        (("SHA-256",), (Code(about.text.digest),)),
+    ]
+    if about.facts.problem:
+        rows.append((("Problem",), (about.facts.problem,)))
+    if not about.text.size:
+        rows.append((("Note",), ("The file is empty.",)))
+    return section("File", table(("", ""), rows))
