@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo atlas test quick opsweep check lint format bench clean
+.PHONY: setup demo atlas test quick opsweep upstream check lint format bench clean
 
 setup: $(READY)
 
@@ -32,8 +32,11 @@ test: $(READY)
 quick: $(READY)
 	$(PYTEST) -m 'not (dist or browser or slow or gpu)'
 
-opsweep: $(READY) # every sample of torch's own operator and module tests, split; what differs, by cause
-	$(BIN)/python tests/upstream/sweep.py --verbose
+opsweep: $(READY) # every sample of torch's own operator and module tests; what differs, by cause
+	$(BIN)/python tests/upstream/opsweep.py --verbose
+
+upstream: $(READY) # PyTorch's own tests on ours: make upstream TORCH_TESTS=<the folder test of a checkout>
+	$(BIN)/python tests/upstream/judge.py $(TORCH_TESTS) --jobs $(JOBS)
 
 format: $(READY)
 	$(BIN)/ruff format .

@@ -43,6 +43,8 @@ COSTS: dict[str, tuple[str, ...]] = {
     "state/test_state_memory.py::test_a_graph_that_is_dropped_takes_its_hooks_and_values_with_it": ("slow",),
     "test_cli.py::test_help_imports_nothing_heavy": ("slow",),
     "split/test_random_graphs.py": ("slow",),
+    "upstream/test_judge.py::test_a_new_difference_fails": ("slow",),
+    "upstream/test_judge.py::test_an_explained_one_does_not": ("slow",),
     "upstream/test_sweep.py": ("slow",),
     "test_readme.py::test_code_runs_as_pasted": ("slow",),
 }

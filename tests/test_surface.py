@@ -152,7 +152,6 @@ DROP_INS = {
         "torch.autograd.graph",
         {
             "allow_mutation_on_saved_tensors",
-            "disable_saved_tensors_hooks",
             "register_multi_grad_hook",
             "save_on_cpu",
             "saved_tensors_hooks",

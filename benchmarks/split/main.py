@@ -2,7 +2,7 @@
 
     python benchmarks/split/main.py [--device cpu|cuda] [--json] [--rounds N] [--only WORD]
 
-Each round times the three ways one after the other on a fresh forward; a ratio is the median of the rounds' own
+Each round times the ways one after the other on a fresh forward; a ratio is the median of the rounds' own
 ratios, so that a slow moment of the machine touches both sides of it. Gradients accumulate, as they do over the
 microbatches of a step. The cycle collector is off while the clock runs.
 """
@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from flops import flops
 from models import convnet, gpt, llama
 
+from sternway import split
 from sternway.demo import ThreeWays
 
 
@@ -48,6 +49,7 @@ class Row:
     w_ms: float
     torch_ratio: float  # (I + W) / fused
     ratio: float
+    exact_ratio: float  # with exact=True
     torch_held: float  # bytes held after I / bytes held after F
     held: float
     held_after_f_mib: float
@@ -100,7 +102,9 @@ def measure(case: Case, device: str, rounds: int) -> Row:
     error, limit = stage.worst_error(), 2e-2 if device == "cuda" else 1e-4
     if not error < limit:  # a fast answer must be the right one
         raise SystemExit(f"{case.name}: gradients differ, relative error {error:.1e}, limit {limit:.0e}")
+    stage.ways["exact"] = lambda x, y: split.backward_input(y, stage.grad, x, exact=True)[1].run
     times = stage.time(rounds)
+    del stage.ways["exact"]
     after_f, torch_held = stage.held("torch")
     _, held = stage.held("sternway")
     return Row(
@@ -112,6 +116,7 @@ def measure(case: Case, device: str, rounds: int) -> Row:
         w_ms=times["sternway"].w,
         torch_ratio=times["torch"].ratio,
         ratio=times["sternway"].ratio,
+        exact_ratio=times["exact"].ratio,
         torch_held=torch_held / after_f,
         held=held / after_f,
         held_after_f_mib=after_f / 2**20,
@@ -142,9 +147,9 @@ def deferred_flops(stage: ThreeWays) -> float:
 
 
 HEADER = (
-    "| case | fused ms | torch I + W ms | **ours** I + W ms | torch (I+W)/fused | **ours** (I+W)/fused "
+    "| case | fused ms | torch I + W ms | **ours** I + W ms | torch (I+W)/fused | **ours** (I+W)/fused | ours, exact "
     "| torch held after I / after F | **ours** held | recomputes fused/torch/ours | FLOPs deferred |\n"
-    + "| --- " * 10
+    + "| --- " * 11
     + "|"
 )
 
@@ -152,7 +157,7 @@ HEADER = (
 def line(row: Row) -> str:
     return (
         f"| {row.case} | {row.fused_ms:.2f} | {row.torch_i_ms:.2f} + {row.torch_w_ms:.2f} "
-        f"| {row.i_ms:.2f} + {row.w_ms:.2f} | {row.torch_ratio:.2f} | **{row.ratio:.2f}** "
+        f"| {row.i_ms:.2f} + {row.w_ms:.2f} | {row.torch_ratio:.2f} | **{row.ratio:.2f}** | {row.exact_ratio:.2f} "
         f"| {row.torch_held:.2f} | **{row.held:.2f}** | {row.recomputes or '–'} | {row.deferred_flops:.0%} |"
     )
 

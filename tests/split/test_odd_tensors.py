@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 from sternway import split
+from sternway._tree import replace_leaves
 
 Built = tuple[Tensor, list[Tensor], list[Tensor]]  # the loss, the stage's inputs, the parameters
 
@@ -160,3 +161,56 @@ def test_the_layout_of_a_first_gradient(enforced: bool) -> None:
             backward((torch.ones(2, 3) @ weight).sum())
         found.append(weight.grad.stride())
     assert found[0] == found[1]
+
+
+class Standing(Tensor):
+    """A tensor that stands for another one, and passes that on to whatever function it is given to."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Standing:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=True)  # type: ignore[attr-defined]
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") == "__get__":
+            return super().__torch_function__(func, types, args, kwargs or {})
+        args = replace_leaves(lambda arg: arg.inner if isinstance(arg, cls) else arg, args)
+        return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} on the stand-in itself")
+
+
+def test_an_output_that_stands_for_another_tensor() -> None:
+    layer, x = nn.Linear(4, 3), torch.randn(5, 4, requires_grad=True)
+    torch.autograd.backward(Standing(layer(x)), torch.ones(5, 3))
+    expected = [x.grad, layer.weight.grad, layer.bias.grad]
+    x.grad = layer.weight.grad = layer.bias.grad = None
+    grad, pending = split.backward_input(Standing(layer(x)), torch.ones(5, 3), x)
+    pending.run()
+    torch.testing.assert_close([grad, layer.weight.grad, layer.bias.grad], expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_outputs() -> None:
+    layer, found = nn.Linear(4, 3), []
+    rows = [torch.randn(2, 4), torch.randn(5, 4)]
+    grads = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(5, 3)])
+    for backward in (torch.autograd.backward, lambda y, grad: split.backward_input(y, grad)[1].run()):
+        backward(layer(torch.nested.as_nested_tensor(rows)), grads)
+        found.append((layer.weight.grad, layer.bias.grad))
+        layer.zero_grad()
+    torch.testing.assert_close(*found)
+
+
+def test_an_edge_of_one_element_needs_no_gradient() -> None:
+    layer, x = nn.Linear(4, 3), torch.randn(5, 4, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    edge = torch.autograd.graph.get_gradient_edge(layer(x).sum())
+    grad, _ = split.backward_input(edge, None, x)
+    torch.testing.assert_close(grad, expected)

@@ -2,17 +2,12 @@
 
 torch carries the databases of its tests (``torch.testing._internal``); no checkout is needed. A sample is run twice,
 from the same seed: once with ``torch.autograd.backward``, once in two halves. Which leaves are inputs of the stage and
-which as parameters, and what lies between a leaf and the operator, is drawn at random.
-
-    python tests/upstream/sweep.py                 # all of it; prints a table, exit code 1 if anything is wrong
-    python tests/upstream/sweep.py --share 8 --of 3    # the third eighth
+which as parameters, and what lies between a leaf and the operator, is drawn at random. ``opsweep.py`` is the program.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import traceback
 import warnings
 from collections import Counter
@@ -51,15 +46,23 @@ class Subject:
     """One sample: a name, and a function that builds its outputs from fresh leaves, the same each time."""
 
     name: str
-    build: Callable[[], tuple[list[Tensor], list[Tensor]]]  # leaves, outputs
+    build: Build
 
 
-def operators(pick: Callable[[int], bool]) -> Iterator[Subject]:
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]  # makes another function of an operator or a module
+Build = Callable[..., tuple[list[Tensor], list[Tensor]]]  # given a Wrap or nothing: leaves, outputs
+
+
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def operators(pick: Callable[[int], bool], dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Subject]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     number = 0
     for op in op_db:
-        for dtype in DTYPES:
+        for dtype in dtypes:
             if not op.supports_autograd or dtype not in op.supported_backward_dtypes("cpu"):
                 continue
             number += 1
@@ -72,10 +75,10 @@ def operators(pick: Callable[[int], bool]) -> Iterator[Subject]:
                 yield Subject(f"{name} {index}", _operator(op, sample, random.Random(f"{name} {index}")))
 
 
-def _operator(op: Any, sample: Any, draw: random.Random) -> Callable[[], tuple[list[Tensor], list[Tensor]]]:
+def _operator(op: Any, sample: Any, draw: random.Random) -> Build:
     seed, ways = draw.randrange(2**30), [draw.choice(BETWEEN) for _ in range(16)]
 
-    def build() -> tuple[list[Tensor], list[Tensor]]:
+    def build(wrap: Wrap = as_it_is) -> tuple[list[Tensor], list[Tensor]]:
         made: list[Tensor] = []
 
         def fresh(value: Any) -> Any:
@@ -87,7 +90,7 @@ def _operator(op: Any, sample: Any, draw: random.Random) -> Callable[[], tuple[l
         arguments = replace_leaves(fresh, [sample.input, *sample.args])
         keywords = replace_leaves(fresh, dict(sample.kwargs))
         torch.manual_seed(seed)
-        result = op(*arguments, **keywords)
+        result = wrap(op.op)(*arguments, **keywords)
         if sample.output_process_fn_grad is not None:
             result = sample.output_process_fn_grad(result)
         return made, [each for each in leaves(result) if isinstance(each, Tensor)]
@@ -119,8 +122,8 @@ def modules(pick: Callable[[int], bool]) -> Iterator[Subject]:
                     yield Subject(f"{info.name} {training} {index}", _module(info, sample, training))
 
 
-def _module(info: Any, sample: Any, training: bool) -> Callable[[], tuple[list[Tensor], list[Tensor]]]:
-    def build() -> tuple[list[Tensor], list[Tensor]]:
+def _module(info: Any, sample: Any, training: bool) -> Build:
+    def build(wrap: Wrap = as_it_is) -> tuple[list[Tensor], list[Tensor]]:
         made: list[Tensor] = []
 
         def fresh(value: Any) -> Any:
@@ -135,7 +138,7 @@ def _module(info: Any, sample: Any, training: bool) -> Callable[[], tuple[list[T
         arguments = replace_leaves(fresh, list(sample.forward_input.args))
         keywords = replace_leaves(fresh, dict(sample.forward_input.kwargs))
         torch.manual_seed(2)
-        result = module(*arguments, **keywords)
+        result = wrap(module)(*arguments, **keywords)
         found = [each for each in leaves(result) if isinstance(each, Tensor)]
         return [*made, *(p for p in module.parameters() if isinstance(p, nn.Parameter))], found
 
@@ -149,7 +152,7 @@ def check(subject: Subject, tally: Tally) -> None:
         warnings.simplefilter("ignore")
         try:
             theirs, outputs = subject.build()
-            grads = _backward(outputs, subject.name)
+            grads = backward(outputs, subject.name)
         except Exception:  # whatever torch cannot do either
             tally.skipped += 1
             return
@@ -164,19 +167,23 @@ def check(subject: Subject, tally: Tally) -> None:
             found, pending = split.backward_input(outputs, grads, inputs)
             pending.run()
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            at = f"{place.filename.rsplit('/', 1)[-1]}:{place.lineno}"
-            tally.faults.append(f"{subject.name}: crash {type(error).__name__} at {at}: {str(error)[:200]}")
+            tally.faults.append(f"{subject.name}: {crash(error)}")
             return
     values = iter(found)
     for mine, their, chosen in zip(ours, theirs, is_input, strict=True):
         tally.comparisons += 1
-        problem = _differs(next(values) if chosen else mine.grad, their.grad)
+        problem = differs(next(values) if chosen else mine.grad, their.grad)
         if problem:
             tally.faults.append(f"{subject.name}: {problem}")
 
 
-def _backward(outputs: list[Tensor], seed: str) -> list[Tensor | None] | None:
+def crash(error: Exception) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    at = f"{place.filename.rsplit('/', 1)[-1]}:{place.lineno}"
+    return f"crash {type(error).__name__} at {at}: {str(error)[:200]}"
+
+
+def backward(outputs: list[Tensor], seed: str) -> list[Tensor | None] | None:
     """A plain backward from random gradients, which are returned."""
     generator = torch.Generator().manual_seed(len(seed) + sum(map(ord, seed)))
     grads: list[Tensor | None] = []
@@ -194,7 +201,7 @@ def _backward(outputs: list[Tensor], seed: str) -> list[Tensor | None] | None:
     return grads
 
 
-def _differs(mine: Tensor | None, their: Tensor | None) -> str | None:
+def differs(mine: Tensor | None, their: Tensor | None, **tolerance: float) -> str | None:
     if mine is None or their is None:
         return (
             None if mine is their else f"wrong: {'no' if mine is None else 'a'} gradient where autograd has the other"
@@ -202,7 +209,7 @@ def _differs(mine: Tensor | None, their: Tensor | None) -> str | None:
     if (mine.dtype, mine.layout, mine.shape) != (their.dtype, their.layout, their.shape):
         return "wrong: another type, layout or shape"
     try:
-        torch.testing.assert_close(mine, their, equal_nan=True)
+        torch.testing.assert_close(mine, their, equal_nan=True, **tolerance)
     except AssertionError as error:
         return f"wrong: {str(error).splitlines()[0]}"
     return None
@@ -215,21 +222,3 @@ def sweep(pick: Callable[[int], bool] = lambda number: True) -> Tally:
         for subject in subjects:
             check(subject, tally)
     return tally
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--share", type=int, default=1, help="sweep one part of so many")
-    parser.add_argument("--of", type=int, default=0, help="which part, from 0")
-    parser.add_argument("--verbose", action="store_true", help="print every fault")
-    asked = parser.parse_args()
-    warnings.simplefilter("ignore")
-    tally = sweep(lambda number: number % asked.share == asked.of)
-    if asked.verbose:
-        print(*tally.faults, sep="\n")  # noqa: T201 - a program
-    print(tally)  # noqa: T201
-    return 1 if tally.faults else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

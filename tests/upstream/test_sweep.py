@@ -1,16 +1,31 @@
-"""torch's own samples of every operator and module: split equals a plain backward (``make opsweep`` tells more)."""
+"""torch's own samples of every operator and module, as autograd has them (``make opsweep`` runs all of them)."""
 
 from __future__ import annotations
 
 import pytest
 from sweep import sweep
+from sweep_compiled import sweep_compiled
+from sweep_saved import sweep_saved
 
 PARTS = 2
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's samples warn of much that they try on purpose
+
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.filterwarnings("ignore")  # torch's samples warn of much that they try on purpose
-def test_every_operator_and_module(part: int) -> None:
+def test_every_operator_and_module_split(part: int) -> None:
     tally = sweep(lambda number: number % PARTS == part)
     assert tally.faults == []
     assert tally.comparisons > 5000  # the databases are where they were
+
+
+def test_some_under_policies_for_saved_tensors() -> None:
+    tally = sweep_saved(lambda number: number % 8 == 3)
+    assert tally.faults == []
+    assert tally.comparisons > 4000
+
+
+def test_some_compiled_and_split() -> None:
+    tally = sweep_compiled(lambda number: number % 48 == 5)
+    assert tally.faults == []
+    assert tally.comparisons > 10

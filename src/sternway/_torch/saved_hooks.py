@@ -26,6 +26,12 @@ def pop_saved_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
+def top_saved_hooks() -> tuple[Callable[[Tensor], Any] | None, Callable[[Any], Tensor] | None]:
+    """The pair that autograd calls in this thread; two times None if there is none."""
+    pair: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # also while Dynamo traces
+    return pair or (None, None)
+
+
 def disabled_message() -> str | None:
     """What the error says where saved-tensor hooks are disabled; None where they are not."""
     return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
@@ -153,8 +159,9 @@ def module_call_code() -> CodeType:
 
 
 @probe(
-    "torch._C._autograd._push_saved_tensors_default_hooks, _pop_saved_tensors_default_hooks",
-    expected="pass what autograd saves through a pair of hooks",
+    "torch._C._autograd._push_saved_tensors_default_hooks, _pop_saved_tensors_default_hooks, "
+    "_top_saved_tensors_default_hooks",
+    expected="pass what autograd saves through a pair of hooks, and say which",
     features=("saved",),
 )
 def _stack() -> bool:
@@ -168,8 +175,11 @@ def _stack() -> bool:
     push_saved_hooks(pack, packed.__getitem__)
     try:
         y = x * x
+        top = top_saved_hooks()[0]
     finally:
         pop_saved_hooks()
+    if top is not pack or top_saved_hooks() != (None, None):
+        return False
     z = y.exp()  # saves a tensor that no hook sees
     return len(packed) == 2 and z.requires_grad and torch.autograd.grad(y, x)[0].item() == 6.0
 

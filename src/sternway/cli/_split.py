@@ -36,7 +36,7 @@ def split(
     stage = ThreeWays(gpt.blocks, torch.randn(2, 64, dim))
     error = stage.worst_error()
     with Progress(console=Console(stderr=True), transient=True, disable=as_json) as bar:
-        task = bar.add_task("Timing fused, torch's split and ours", total=rounds)
+        task = bar.add_task("Timing fused, torch's split and ours", total=rounds * len(stage.ways))
         times = stage.time(rounds, progress=lambda: bar.advance(task))
     held = {name: stage.held(name) for name in ("torch", "sternway")}
     if as_json:

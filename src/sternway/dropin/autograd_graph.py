@@ -25,13 +25,12 @@ from torch.autograd.graph import (
 from torch.utils.hooks import RemovableHandle
 
 from sternway import hooks
-from sternway.saved import Hooks, Mutable, forbid, mutable, offload
+from sternway.saved import Hooks, Mutable, Packed, mutable, offload
 
 __all__ = [
     "GradientEdge",
     "Node",
     "allow_mutation_on_saved_tensors",
-    "disable_saved_tensors_hooks",
     "get_gradient_edge",
     "increment_version",
     "register_multi_grad_hook",
@@ -76,8 +75,8 @@ def register_multi_grad_hook(
     return hooks.on_grads(tensors, lambda grads: fn(list(grads)), mode)  # type: ignore[arg-type]  # of mode "all"
 
 
-class saved_tensors_hooks:  # noqa: N801 - torch's name
-    """A pair of pack / unpack hooks for saved tensors; the policies around it have what ``pack_hook`` returns.
+class saved_tensors_hooks(_torch.saved_tensors_hooks):  # noqa: N801 - torch's name
+    """A pair of pack / unpack hooks for saved tensors, as torch's; policies around it have what ``pack_hook`` returns.
 
     Example:
         >>> x = torch.ones(5, requires_grad=True)
@@ -88,18 +87,11 @@ class saved_tensors_hooks:  # noqa: N801 - torch's name
         tensor([2., 2., 2., 2., 2.])
     """
 
-    def __init__(self, pack_hook: Callable[[Tensor], Any], unpack_hook: Callable[[Any], Tensor]) -> None:
-        self.pack_hook, self.unpack_hook = pack_hook, unpack_hook
-        self._policy = Hooks(pack_hook, unpack_hook)
-
     def __enter__(self) -> None:
-        self._policy.__enter__()
-
-    def __exit__(self, *args: object) -> None:
-        self._policy.__exit__(*args)  # type: ignore[arg-type]  # torch's signature
+        Hooks(self.pack_hook, self.unpack_hook).__enter__()
 
 
-class save_on_cpu:  # noqa: N801 - torch's name
+class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - torch's name
     """Keep saved tensors in the host's memory, as ``saved.offload(min_bytes=0)``; the signature is torch's.
 
     Parameters are not copied, storages are copied once, and copies overlap with the computation if ``pin_memory``. To
@@ -109,19 +101,13 @@ class save_on_cpu:  # noqa: N801 - torch's name
     def __init__(self, pin_memory: bool = False, device_type: str = "cuda") -> None:
         available = bool(getattr(torch, device_type, torch.cuda).is_available())
         self._policy = offload(min_bytes=0, pin_memory=pin_memory and available)
+        super().__init__(self._policy.pack, Packed.unpack)
 
     def __enter__(self) -> None:
         self._policy.__enter__()
 
     def __exit__(self, *args: object) -> None:
         self._policy.__exit__(*args)  # type: ignore[arg-type]  # torch's signature
-
-
-@contextmanager
-def disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
-    """Refuse saved-tensor hooks in this block with a ``RuntimeError`` that says ``error_message``; ``saved.forbid``."""
-    with forbid(error_message):
-        yield
 
 
 @contextmanager

@@ -7,6 +7,7 @@ except that ``keep`` always wins.
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from sternway._torch.tensors import version_of
 from sternway.errors import SavedError
-from sternway.saved._policy import PolicyStack, active
+from sternway.saved._policy import PolicyStack
 from sternway.saved._slot import Slot, View
 from sternway.saved.policies._compress import Compress
 from sternway.saved.policies._hooks import Hooks
@@ -42,7 +43,7 @@ class Packed:
         if self._slot is not None:
             assert self._view is not None
             value = self._view.on(self._slot.flat())
-        elif isinstance(value, Tensor) and version_of(value) != self._at_version:
+        elif isinstance(value, Tensor) and self._hooks is None and version_of(value) != self._at_version:
             raise SavedError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation",
                 got=f"a saved tensor of shape {tuple(value.shape)}, at version {version_of(value)}, saved at version "
@@ -65,11 +66,6 @@ class Packed:
         return [held] if isinstance(held, Tensor) else []
 
 
-def pack(tensor: Tensor) -> Packed:
-    """The pack hook."""
-    return pack_under(active(), tensor)
-
-
 def unpack(packed: Packed) -> Tensor:
     """The unpack hook."""
     return packed.unpack()
@@ -78,19 +74,20 @@ def unpack(packed: Packed) -> Tensor:
 def pack_under(stack: PolicyStack, tensor: Tensor) -> Packed:
     """Pack a tensor as a stack of policies says."""
     policies = stack.policies
-    if not policies:  # the block is over, and torch runs part of it again
-        return Packed(tensor.detach(), None, None, None)
     hooks = next((policy for policy in reversed(policies) if isinstance(policy, Hooks)), None)
     if hooks is not None:
         value = hooks.pack_hook(tensor)
         if not isinstance(value, Tensor):
             return Packed(value, None, None, hooks)
         tensor = value
+    kept = tensor.detach() if hooks is None else tensor  # what a user's hook returned is the object it was
     name = stack.names.current()
     line = stack.report.line(name)
-    if (reason := _unfit(tensor)) is not None:
+    # On a GPU, what a backward saves comes from a thread of the engine; policies are of the thread that entered them.
+    reason = _unfit(tensor) if threading.get_ident() == stack.thread else "other thread"
+    if reason is not None:
         line.skip(reason, _size(tensor))
-        return Packed(tensor.detach(), None, None, hooks)
+        return Packed(kept, None, None, hooks)
     mutables = [policy for policy in policies if isinstance(policy, Mutable)]
     offload, compress, reason = _choose(stack, tensor, name)
     codec = compress.codec_for(tensor) if compress is not None else None
@@ -99,7 +96,7 @@ def pack_under(stack: PolicyStack, tensor: Tensor) -> Packed:
         compress.need_disk(policies)
     if offload is None and codec is None and not mutables:
         line.skip(reason, _size(tensor))
-        return Packed(tensor.detach(), None, None, hooks)
+        return Packed(kept, None, None, hooks)
     home = offload or (compress if codec is not None else mutables[-1])
     assert home is not None
     slot, view = home.slots.save(tensor, codec, line, offload.offloader if offload else None, lossless=lossless)

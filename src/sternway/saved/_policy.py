@@ -1,14 +1,15 @@
-"""Policies, and the stack of those that are active in a thread.
+"""Policies, and the stack of those that are active.
 
-torch calls only the innermost pair of saved-tensor hooks. Every policy of ours installs the same pair, which asks the
-whole stack. So policies compose, and the order of nesting matters only between two of a kind, where the inner one
-decides.
+torch calls only the innermost pair of saved-tensor hooks. So a policy installs a pair that asks the policies around it
+too: it takes their stack from the pair that is installed already. Policies compose, and the order of nesting matters
+only between two of a kind, where the inner one decides. torch alone knows which pair is active; there is nothing beside
+it that a block which is never left could spoil.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from sternway._bytes import parse_bytes
 from sternway._torch import require
-from sternway._torch.saved_hooks import pop_saved_hooks, push_saved_hooks
+from sternway._torch.saved_hooks import pop_saved_hooks, push_saved_hooks, top_saved_hooks
 from sternway.errors import SavedError
 from sternway.saved._modules import Names, Where
 from sternway.saved._report import Report
@@ -25,30 +26,26 @@ from sternway.saved._report import Report
 class PolicyStack:
     """Policies, outermost first, and what their blocks share: the report, and the names of modules."""
 
-    def __init__(self, *policies: Policy) -> None:
-        self.policies: list[Policy] = []
-        self.report = Report()
-        self.names = Names()
+    def __init__(self, *policies: Policy, within: PolicyStack | None = None) -> None:
+        self.policies: tuple[Policy, ...] = (*(within.policies if within is not None else ()), *policies)
+        self.report: Report = within.report if within is not None else Report()
+        self.names: Names = within.names if within is not None else Names()
+        self.thread = threading.get_ident()
         for policy in policies:
-            self.push(policy)
+            if policy.model is not None:
+                self.names.know(policy.model)
 
-    def push(self, policy: Policy) -> None:
-        """A block of the policy begins."""
-        self.policies.append(policy)
-        if policy.model is not None:
-            self.names.know(policy.model)
+    def pack(self, tensor: Tensor) -> Any:
+        """The pack hook."""
+        from sternway.saved._pack import pack_under
 
-    def remove(self, policy: Policy) -> None:
-        """A block of the policy ends: the innermost one, if there are several."""
-        del self.policies[len(self.policies) - 1 - self.policies[::-1].index(policy)]
+        return pack_under(self, tensor)
 
 
-class _Active(threading.local):
-    def __init__(self) -> None:
-        self.stack = PolicyStack()
-
-
-_active = _Active()
+def active() -> PolicyStack | None:
+    """The policies whose pair of hooks is the one that torch calls in this thread."""
+    stack = getattr(top_saved_hooks()[0], "__self__", None)
+    return stack if isinstance(stack, PolicyStack) else None
 
 
 class Policy:
@@ -67,10 +64,9 @@ class Policy:
 
     def __enter__(self) -> Report:
         require("saved")
-        from sternway.saved._pack import pack, unpack
-
+        stack = PolicyStack(self, within=active())
         try:
-            push_saved_hooks(pack, unpack)
+            push_saved_hooks(*self._pair(stack))
         except RuntimeError as error:  # forbidden, by us or by torch
             raise SavedError(str(error)) from None
         try:
@@ -78,18 +74,22 @@ class Policy:
         except BaseException:
             pop_saved_hooks()
             raise
-        if not _active.stack.policies:
-            _active.stack = PolicyStack()
-        stack = _active.stack
-        stack.push(self)
         return stack.report
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
     ) -> None:
         pop_saved_hooks()
-        _active.stack.remove(self)
         self._closed(kind is not None)
+
+    def _pair(self, stack: PolicyStack) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """The pair of hooks to install; ``stack`` is this policy and those around it."""
+        from sternway.saved._pack import unpack
+
+        return stack.pack, unpack
 
     def _opened(self) -> None:
         """A block begins."""
@@ -103,11 +103,4 @@ class Policy:
         For tensors that autograd does not save but that wait as long, such as those between I and W of a split.
         """
         require("saved")
-        from sternway.saved._pack import pack_under
-
-        return pack_under(PolicyStack(self), tensor.detach())
-
-
-def active() -> PolicyStack:
-    """The policies of this thread."""
-    return _active.stack
+        return PolicyStack(self).pack(tensor.detach())

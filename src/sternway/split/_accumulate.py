@@ -48,10 +48,12 @@ class Accumulator:
 
     Args:
         leaves: every leaf of this W.
+        exact: add in autograd's order: a gradient is computed, then added, each rounded on its own.
     """
 
-    def __init__(self, leaves: Iterable[Node]) -> None:
+    def __init__(self, leaves: Iterable[Node], exact: bool = False) -> None:
         self._leaves = leaves
+        self.exact = exact
         self._anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         self._steps: list[Callable[[], object]] = []  # run from the last to the first
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # by id of .grad: what is added to it, all in one call
@@ -88,11 +90,15 @@ class Accumulator:
     def add_product(self, parameter: Tensor, left: Tensor, right: Tensor, scale: complex = 1) -> None:
         """Add ``scale * left @ right`` to ``parameter.grad``."""
         total = parameter.grad
-        if total is None or not (  # under autocast the factors are 16-bit, .grad is 32-bit
-            left.dtype == total.dtype == right.dtype
-            and left.ndim == total.ndim == right.ndim
-            and total.ndim in (2, 3)
-            and total.layout == torch.strided
+        if (
+            total is None
+            or self.exact
+            or not (  # under autocast the factors are 16-bit, .grad is 32-bit
+                left.dtype == total.dtype == right.dtype
+                and left.ndim == total.ndim == right.ndim
+                and total.ndim in (2, 3)
+                and total.layout == torch.strided
+            )
         ):
             by_columns = parameter.ndim == 2 and parameter.stride(0) == 1 != parameter.stride(1)
             value = (right.mT @ left.mT).mT if by_columns else left @ right  # laid out as autograd's

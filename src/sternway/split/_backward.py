@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.overrides import handle_torch_function, has_torch_function
 
 from sternway._torch import autograd
 from sternway._torch.saved_hooks import recomputation, sharing
+from sternway._torch.tensors import ORDINARY
 from sternway._tree import children, leaves, replace_leaves
 from sternway.errors import SplitError
 from sternway.split._deferred import Deferred
@@ -28,10 +31,12 @@ from sternway.split._unseen import UNSEEN
 from sternway.split._unsupported import refuse_resharded, spend
 from sternway.split.compiled._offer import Offer, making
 from sternway.split.eager._catch import catching, stopping, without_hooks
-from sternway.split.eager._work import deferred_work
+from sternway.split.eager._work import deferred_work, in_order
 
 
-def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> tuple[Any, Pending]:
+def backward_input(
+    outputs: Any, grad_outputs: Any = None, inputs: Any = (), *, exact: bool = False
+) -> tuple[Any, Pending]:
     """Compute the gradients of ``inputs`` now, and leave the parameters' gradients to ``Pending.run()``.
 
     Together the two halves do what ``torch.autograd.backward(outputs, grad_outputs)`` does, for the part of the graph
@@ -53,6 +58,8 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
             scalar's is 1, as in ``backward()``.
         inputs: the tensors (or ``GradientEdge``s) whose gradients are returned. Gradient does not flow past them, and
             their ``.grad`` is not changed.
+        exact: whether what W adds to a ``.grad`` that is there already must equal autograd's in every bit. Otherwise a
+            matrix product is added in the kernel that computes it, which is faster and rounds once less.
 
     Returns:
         The gradients, nested as ``inputs``, None where there is none; and the ``Pending``.
@@ -61,6 +68,9 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
         SplitError: the backward cannot be split. Nothing was computed; the message says what to change.
     """
     tensors, grads = _roots(outputs, grad_outputs)
+    others = [tensor for tensor in tensors if type(tensor) not in ORDINARY]
+    if others and has_torch_function(others):  # a subclass may stand for another tensor, which it then passes to us
+        return handle_torch_function(backward_input, others, outputs, grad_outputs, inputs, exact=exact)
     wanted = edges_of(inputs, "inputs")
     plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()))
 
@@ -87,9 +97,10 @@ def backward_input(outputs: Any, grad_outputs: Any = None, inputs: Any = ()) -> 
     missed = [part for part, grad in at_branches if grad is None]
     missed += [part for cut in plan.cuts if not cut.grads or cut.grads[0][0] is None for part in cut.parts]
     undefined = [leaf for leaf, grad in of_leaves if grad is None] + [leaf for part in missed for leaf in part.leaves()]
-    direct, through_graph = deferred_work(plan.cuts, ready, [pair for pair in at_branches if pair[1] is not None])
+    cuts = in_order(plan.cuts) if exact else plan.cuts
+    direct, through_graph = deferred_work(cuts, ready, [pair for pair in at_branches if pair[1] is not None])
     work: list[Deferred] = [direct, *(offer.work for offer in offers if offer.work is not None), through_graph]
-    pending = Pending(work, ran, undefined, group)
+    pending = Pending(work, ran, undefined, exact, group)
     refuse_resharded(pending.deferred)
     grad_at = dict(zip(places, found, strict=False)) | stopped
     return replace_leaves(lambda leaf: grad_at.get(wanted[id(leaf)]) if id(leaf) in wanted else None, inputs), pending
@@ -146,26 +157,20 @@ def _roots(outputs: Any, grad_outputs: Any) -> tuple[list[Any], list[Tensor | No
     grads: list[Tensor | None] = []
     seen_any = False
     for where, output, grad in pair_leaves(outputs, grad_outputs):
-        if isinstance(output, GradientEdge):
-            if grad is None:
-                raise SplitError(
-                    "an output that is a GradientEdge must have a gradient",
-                    got=f"None for {where}",
-                    fix="pass a tensor in grad_outputs",
-                )
-        elif not isinstance(output, Tensor) or not output.requires_grad:
+        if not isinstance(output, GradientEdge) and not (isinstance(output, Tensor) and output.requires_grad):
             continue
-        elif grad is None:
+        shape = _shape(output)
+        if grad is None:
             seen_any = True
-            if output.numel() != 1:
+            if shape is None or prod(shape) != 1:
                 if grad_outputs is None:
                     raise SplitError(
                         "grad_outputs cannot be left out unless every output is a scalar",
-                        got=f"{where} of shape {tuple(output.shape)} and no grad_outputs",
+                        got=f"{where}, which is {_describe(output)}, and no grad_outputs",
                         fix="pass grad_outputs, nested as the outputs are",
                     )
                 continue
-        elif not isinstance(grad, Tensor) or grad.shape != output.shape:
+        elif not isinstance(grad, Tensor) or _shape(grad) != shape:
             raise SplitError(
                 "an output's gradient must be a tensor of the output's shape, or None",
                 got=f"{_describe(grad)} for {where}, which is {_describe(output)}",
@@ -177,15 +182,26 @@ def _roots(outputs: Any, grad_outputs: Any) -> tuple[list[Any], list[Tensor | No
     if not seen_any:
         raise SplitError(
             "at least one output must need a gradient",
-            got=f"{sum(1 for _ in leaves(outputs))} outputs, none of which does",
+            got=f"{sum(1 for _ in leaves(outputs))} outputs, each of which does not require grad and does not have a "
+            "grad_fn",
             fix="run the forward with gradients enabled and outside torch.no_grad()",
         )
     return tensors, grads
 
 
+def _shape(place: Tensor | GradientEdge) -> tuple[int, ...] | None:
+    """The shape of a tensor, or of the gradient that arrives at an edge; None of nested tensors that have none."""
+    if isinstance(place, GradientEdge):
+        return tuple(autograd.gradient_slots(place.node)[place.output_nr].shape)
+    return None if place.is_nested and place.layout is torch.strided else tuple(place.shape)
+
+
 def _describe(value: Any) -> str:
+    if isinstance(value, GradientEdge):
+        return f"an edge for gradients of shape {_shape(value)}"
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        shape = _shape(value)
+        return "a nested tensor" if shape is None else f"a tensor of shape {shape}"
     parts = children(value)
     keys = f" with {list(value)}" if isinstance(value, Mapping) else ""
     return f"a {type(value).__name__}" + (f" of {len(parts)}" if parts is not None else "") + keys

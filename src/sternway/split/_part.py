@@ -24,7 +24,17 @@ from torch import Tensor
 from sternway._storage import storage_sizes
 from sternway._torch import require
 from sternway._torch.autograd import gradient_slots
-from sternway._torch.nodes import ACCUMULATE_GRAD, CHECKPOINT_HOLDER, allow_more_reads, packed_by_hooks, raw_data
+from sternway._torch.nodes import (
+    ACCUMULATE_GRAD,
+    CHECKPOINT_HOLDER,
+    TRANSPOSE,
+    T,
+    allow_more_reads,
+    packed_by_hooks,
+    raw_data,
+    signed,
+    transposed_dims,
+)
 from sternway._torch.tensors import version_of
 from sternway.errors import PendingError
 from sternway.saved import Packed, Policy
@@ -47,6 +57,14 @@ def leaves_behind(edge: Edge) -> list[Node]:
         seen |= new
         stack += new
     return list(found)
+
+
+def is_transpose(node: Node) -> bool:
+    """Whether a node is that of an operation that swaps the last two dimensions."""
+    if type(node) is not TRANSPOSE:
+        return type(node) is T
+    ndim = len(gradient_slots(node)[0].shape)
+    return {signed(dim) % ndim for dim in transposed_dims(node)} == {ndim - 2, ndim - 1}
 
 
 def sum_to(value: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -182,7 +200,9 @@ class Part:
     def value_at_edge(self) -> Tensor:
         """The operand's gradient, summed over broadcast dimensions, as the engine takes it."""
         node, index = self.edge
-        return sum_to(self.value(), tuple(gradient_slots(node)[index].shape))
+        transposed = is_transpose(node)  # computed as autograd does: laid out as the operand is
+        value = self.value(transposed)
+        return sum_to(value.mT if transposed else value, tuple(gradient_slots(node)[index].shape))
 
     def compute_if_made_from(self, storages: dict[int, int]) -> None:
         """Compute the value now, if it is made from a tensor in one of these storages."""

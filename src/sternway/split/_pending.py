@@ -27,10 +27,16 @@ class Pending:
     """
 
     def __init__(
-        self, work: Iterable[Deferred], ran: Ran | None = None, undefined: Sequence[Node] = (), group: Any = None
+        self,
+        work: Iterable[Deferred],
+        ran: Ran | None = None,
+        undefined: Sequence[Node] = (),
+        exact: bool = False,
+        group: Any = None,
     ) -> None:
         self._work = list(work)  # run from the last to the first
         self._ran = ran or {}
+        self._exact = exact
         self._group = group  # of what checkpoints have recomputed in I, if W reads some of it
         self._accumulator: Accumulator | None = None  # while it runs
         self._state = "waiting"
@@ -103,7 +109,7 @@ class Pending:
         self._state = "failed half-way"
         for each in self._work:
             each.check()
-        self._accumulator = accumulator = Accumulator({**self._late, **self._early})
+        self._accumulator = accumulator = Accumulator({**self._late, **self._early}, self._exact)
         with torch.no_grad(), hiding(self._ran), sharing(self._group) if self._group else nullcontext():
             while self._work:
                 self._work.pop().run(accumulator)

@@ -35,10 +35,10 @@ from sternway._torch.compile import COMPILED_NODE
 from sternway._torch.nodes import ACCUMULATE_GRAD
 from sternway._torch.parallel import in_process_group
 from sternway._torch.saved_hooks import can_share_recomputation
-from sternway.split._behind import Behind, meets
+from sternway.split._behind import Behind, direct_target, meets
 from sternway.split._branches import find_branches
 from sternway.split._part import Cut, Edge, Node, Packing, Part, packing
-from sternway.split._plan import OpaqueNode, SplitPlan, direct_target
+from sternway.split._plan import OpaqueNode, SplitPlan
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._unseen import UNSEEN
 from sternway.split._unsupported import UNSUPPORTED, refuse_spent

@@ -1,7 +1,8 @@
 """torch.distributed.pipelining's three functions, with torch's names and signatures.
 
-Unlike torch's own: hooks on parameters run, DDP reduces, outputs may be views, stages may have custom Functions,
-compiled modules and checkpoints in them, and ``stage_backward_weight`` returns the accumulated gradients.
+They accumulate as autograd does, in every bit. Unlike torch's own: hooks on parameters run, DDP reduces, outputs may be
+views, stages may have custom Functions, compiled modules and checkpoints in them, and ``stage_backward_weight`` returns
+the accumulated gradients.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def stage_backward_input(
     else:
         pairs = zip(stage_outputs_or_loss, output_grads, strict=True)
         grads = [grad for output, grad in pairs if not isinstance(output, Tensor) or output.requires_grad]
-    dinputs, pending = backward_input(outputs, grads, list(input_values))
+    dinputs, pending = backward_input(outputs, grads, list(input_values), exact=True)
     for value, grad in zip(input_values, dinputs, strict=True):
         if isinstance(value, Tensor) and grad is not None:
             value.grad = grad if value.grad is None else value.grad + grad

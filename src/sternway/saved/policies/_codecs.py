@@ -4,15 +4,12 @@
 | --- | --- | --- | --- |
 | bf16 | float32, float64 | 2 | ≤ 2⁻⁸ · |x| |
 | fp8 | floats | 1 + 4/256 | ≤ max(|x| / 16, absmax / 212992) |
-| int8 | floats | 1 + 4/256 | ≤ absmax / 252, but ≤ absmax / 126 where |x| < absmax / 252 |
+| int8 | floats | 1 + 4/256 | ≤ absmax / 250 |
 | bits | bool; two values | 1/8 | none |
 
 ``absmax`` is the largest finite magnitude in the element's block of 256. Infinities and NaN come back as they were. The
-errors are before rounding to the tensor's own dtype, if that has fewer digits. Integers are never encoded: a backward
-may use them as indices.
-
-Signs are kept, and zero stays the only zero: the backward of ReLU, and of much else, reads from a saved tensor where it
-is positive. A number too small for a block's scale becomes the smallest one that it has.
+errors are before rounding to the tensor's own dtype, if that has fewer digits. Signs are kept, and zero is the only
+zero. Integers are never encoded: a backward may use them as indices.
 """
 
 from __future__ import annotations
@@ -43,6 +40,12 @@ class Codec(ABC):
         """The flat tensor, of ``nbytes`` and ``dtype``."""
 
 
+_SMALLEST = 2.0**-126
+"""The smallest scale of a block."""
+_TINY = 2.0**-17  # of 126: about a thousandth of a step
+_FP8_SMALLEST = 2.0**-9
+
+
 class Bf16(Codec):
     """Rounding to bfloat16."""
 
@@ -59,12 +62,14 @@ class Bf16(Codec):
 
 
 class Blockwise(Codec):
-    """One byte per element and one float32 scale per block; subclasses say what the byte is."""
+    """One byte per element and one float32 scale per block; subclasses say what the byte is.
+
+    A number that is not zero never becomes zero, however small: whether it is, and its sign, decide what the backward
+    of a ReLU lets through.
+    """
 
     limit: float
     """What the largest finite magnitude of a block is scaled to."""
-    smallest: float
-    """The smallest positive number that has a byte, as scaled."""
 
     def suits(self, tensor: Tensor) -> bool:
         return tensor.is_floating_point() and tensor.element_size() > 1
@@ -79,12 +84,11 @@ class Blockwise(Codec):
             size = torch.where(rows.isfinite(), rows.abs(), 0.0).amax(1, keepdim=True)
         payload = torch.empty(blocks * (BLOCK + 4), dtype=torch.uint8, device=flat.device)
         scale = payload[: 4 * blocks].view(torch.float32).view(blocks, 1)
-        scale.copy_(size / self.limit)
-        # A block of nothing but zeros (or of numbers too small to divide by) has scale 0 and decodes to zeros.
+        scale.copy_(torch.where(size > 0, (size / self.limit).clamp_min(_SMALLEST), 0.0))
+        # A block of nothing but zeros has scale 0. Where 1 / scale overflows, all numbers are too small for a code.
         inverse = torch.where(scale > 0, 1 / scale, 0.0)
         inverse = torch.where(inverse.isfinite(), inverse, 0.0)
-        scaled = torch.mul(rows, inverse).abs_().clamp_(min=self.smallest).mul_(rows.sign())
-        self._write(scaled, rows, payload[4 * blocks :].view(blocks, BLOCK))
+        self._write(torch.mul(rows, inverse), rows, payload[4 * blocks :].view(blocks, BLOCK))
         return payload
 
     def decode(self, payload: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
@@ -101,20 +105,21 @@ class Blockwise(Codec):
 
 
 class Int8(Blockwise):
-    """Codes -126 … 126 for finite numbers, ±127 for the infinities, -128 for NaN."""
+    """Codes -125 … 125 for finite numbers, ±126 for those that round to zero, ±127 for the infinities, -128 for NaN."""
 
     name = "int8"
-    limit = 126.0
-    smallest = 1.0
+    limit = 125.0
 
     def _write(self, scaled: Tensor, rows: Tensor, codes: Tensor) -> None:
-        scaled = scaled.round_().clamp_(-126, 126)
+        scaled = scaled.round_().clamp_(-125, 125)
+        tiny = (scaled == 0) & (rows != 0)
+        scaled = torch.where(tiny, torch.copysign(torch.full_like(rows, 126), rows), scaled)
         scaled.masked_fill_(rows == torch.inf, 127).masked_fill_(rows == -torch.inf, -127)
         codes.view(torch.int8).copy_(scaled.masked_fill_(rows.isnan(), -128))
 
     def _read(self, codes: Tensor, scale: Tensor) -> Tensor:
         levels = codes.view(torch.int8).to(torch.float32)
-        rows = levels * scale
+        rows = torch.where(levels.abs() == 126, levels * _TINY, levels) * scale
         rows.masked_fill_(levels == 127, torch.inf).masked_fill_(levels == -127, -torch.inf)
         return rows.masked_fill_(levels == -128, torch.nan)
 
@@ -124,10 +129,11 @@ class Fp8(Blockwise):
 
     name = "fp8"
     limit = 416.0
-    smallest = 2.0**-9
 
     def _write(self, scaled: Tensor, rows: Tensor, codes: Tensor) -> None:
         scaled = scaled.clamp_(-416, 416)
+        tiny = (scaled.abs() < _FP8_SMALLEST) & (rows != 0)
+        scaled = torch.where(tiny, torch.copysign(torch.full_like(rows, _FP8_SMALLEST), rows), scaled)
         scaled.masked_fill_(rows == torch.inf, 448).masked_fill_(rows == -torch.inf, -448)
         codes.view(torch.float8_e4m3fn).copy_(scaled.masked_fill_(rows.isnan(), torch.nan))
 

@@ -63,7 +63,7 @@ def recompute(
         def choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
             return operation in kept
 
-    return lambda: _Region(choose, active()).contexts()
+    return lambda: _Region(choose, active() or PolicyStack()).contexts()
 
 
 class _Region:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from typing import final
 
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from sternway._storage import storage_sizes
+from sternway._torch.autograd import sequence_number
+from sternway._torch.nodes import TO_COPY
 from sternway._torch.tensors import is_zero_tensor, storage_id, version_of
 from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator, EngineCall
 from sternway.split._behind import held_behind
 from sternway.split._later import Product
-from sternway.split._part import Cut, Node, Part
+from sternway.split._part import Cut, Node, Part, sum_to
 
 
 class _Parts(ABC):
@@ -53,6 +55,8 @@ class DirectWork(_Parts):
     def run(self, accumulator: Accumulator) -> None:
         while self._parts:
             leaf, parts = self._parts.popitem()
+            if accumulator.exact and len(parts) > 1:
+                parts = [_sum(leaf, parts)]
             parameter = accumulator.writable(leaf)
             if parameter is None:
                 accumulator.queue(leaf, parts)
@@ -117,6 +121,11 @@ def deferred_work(
     return DirectWork(direct, late, [leaf for leaf, _ in ready]), GraphWork(calls)
 
 
+def in_order(cuts: Iterable[Cut]) -> list[Cut]:
+    """The cuts in the order in which the engine runs their nodes: the newest first."""
+    return sorted(cuts, key=lambda cut: sequence_number(cut.node), reverse=True)
+
+
 def _join(part: Part, calls: list[EngineCall]) -> list[EngineCall]:
     """The calls, with ``part`` in one together with all that share a parameter with it."""
     joined = EngineCall(dict.fromkeys(part.leaves()), [part])
@@ -139,6 +148,32 @@ def _add(accumulator: Accumulator, parameter: Tensor, part: Part) -> None:
     if parameter.grad is None and value.shape == parameter.shape:
         value = _own(value, part)
     accumulator.add_value(parameter, value)
+
+
+def _sum(leaf: Node, parts: Iterable[Part]) -> Part:
+    """Several parts of a leaf as one, added up as the engine does: first at the node where they meet, then at the leaf.
+
+    Adding them to ``.grad`` one by one could differ in the last bit.
+    """
+    sums: dict[object, Tensor] = {}
+    for part in parts:
+        part.unpack()
+        transposed = part.transposed and leaf.variable.ndim > 1
+        value = sum_to(part.value(transposed), tuple(leaf.variable.shape))
+        meeting = _cast_on_the_way(part, leaf) or part.edge[0]
+        key = part if meeting is leaf else meeting
+        before = sums.pop(key, None)  # the last to arrive decides when the sum goes on
+        sums[key] = value if before is None else before + value
+    values = [value.to(leaf.variable.dtype) for value in sums.values()]
+    return Part.of_leaf(leaf, reduce(torch.add, values))
+
+
+def _cast_on_the_way(part: Part, leaf: Node) -> Node | None:
+    """The node of a cast between a part and its leaf; autocast makes one for all uses of a weight."""
+    node = part.edge[0]
+    while node is not leaf and type(node) is not TO_COPY:
+        node = node.next_functions[0][0]
+    return None if node is leaf else node
 
 
 def _unpack_and_add(accumulator: Accumulator, parameter: Tensor, part: Part) -> None:

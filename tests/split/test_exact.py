@@ -1,0 +1,85 @@
+"""``exact=True``: what W adds to ``.grad`` equals autograd's in every bit, over several steps."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sternway import saved, split
+
+
+class Shared(nn.Module):
+    """Weights that are used once, several times, in sums, transposed, and as a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+        self.convolution = nn.Conv1d(3, 3, 3, padding=1, bias=False)
+        self.table, self.norm = nn.Embedding(10, 16), nn.LayerNorm(16)
+        self.low, self.high = nn.Parameter(torch.randn(16, 2)), nn.Parameter(torch.randn(2, 16))
+        self.columns = nn.Parameter(torch.randn(16, 16).t())
+
+    def forward(self, x: Tensor, rows: Tensor) -> Tensor:
+        hidden = self.first(self.table(rows) + x).relu()
+        hidden = self.first(self.second(hidden)).tanh()
+        hidden = self.first(self.norm(self.convolution(hidden))) + self.second(hidden)
+        hidden = F.linear(hidden, self.second.weight + self.low @ self.high).sigmoid() @ self.columns
+        return (hidden @ self.table.weight.t()) @ self.table.weight
+
+
+def _differing(exact: bool, dtype: torch.dtype, *, autocast: bool = False, hooked: bool = False) -> list[str]:
+    """The parameters whose gradients, accumulated over four steps, do not equal autograd's in every bit."""
+    model = Shared().to(dtype)
+    reference = copy.deepcopy(model)
+    if hooked:
+        for module in (model, reference):
+            for parameter in module.parameters():
+                parameter.register_hook(lambda grad: grad * 3)
+    for _ in range(4):
+        x, rows = torch.randn(5, 3, 16, dtype=dtype, requires_grad=True), torch.randint(0, 10, (5, 3))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            ours, theirs = model(x, rows), reference(x, rows)
+        grad = torch.randn_like(theirs)
+        theirs.backward(grad)
+        expected, x.grad = x.grad, None
+        found, pending = split.backward_input(ours, grad, x, exact=exact)
+        assert torch.equal(found, expected)  # type: ignore[arg-type]
+        pending.run()
+    pairs = zip(model.named_parameters(), reference.parameters(), strict=True)
+    return [name for (name, mine), theirs in pairs if not torch.equal(mine.grad, theirs.grad)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_every_bit(dtype: torch.dtype) -> None:
+    assert _differing(True, dtype) == []
+
+
+def test_under_autocast() -> None:
+    assert _differing(True, torch.float32, autocast=True) == []
+
+
+def test_with_hooks_on_parameters() -> None:
+    """The table is used three times, once as it is: the engine adds that part first."""
+    assert set(_differing(True, torch.float32, hooked=True)) <= {"table.weight"}
+
+
+def test_it_is_not_so_without() -> None:
+    """Otherwise this file would show nothing."""
+    assert _differing(False, torch.float32) != []
+
+
+def test_a_packed_pending() -> None:
+    model = Shared()
+    reference = copy.deepcopy(model)
+    for _ in range(2):
+        x, rows = torch.randn(5, 3, 16), torch.randint(0, 10, (5, 3))
+        reference(x, rows).sum().backward()
+        _, pending = split.backward_input(model(x, rows).sum(), exact=True)
+        pending.pack(saved.mutable())
+        pending.run()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
