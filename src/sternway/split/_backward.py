@@ -72,7 +72,7 @@ def backward_input(
     if others and has_torch_function(others):  # a subclass may stand for another tensor, which it then passes to us
         return handle_torch_function(backward_input, others, outputs, grad_outputs, inputs, exact=exact)
     wanted = edges_of(inputs, "inputs")
-    plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()))
+    plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()), exact)
 
     places = plan.inputs
     bottom = [cut for cut in plan.cuts if not cut.runs_in_i]
