@@ -73,7 +73,7 @@ def backward_input(
     if others and has_torch_function(others):  # a subclass may stand for another tensor, which it then passes to us
         return handle_torch_function(backward_input, others, outputs, grad_outputs, inputs, exact=exact)
     wanted = edges_of(inputs, "inputs")
-    plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()))
+    plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()), exact)
 
     places = plan.inputs
     bottom = [cut for cut in plan.cuts if not cut.runs_in_i]
@@ -98,9 +98,8 @@ def backward_input(
     missed = [part for part, grad in at_branches if grad is None]
     missed += [part for cut in plan.cuts if not cut.grads or cut.grads[0][0] is None for part in cut.parts]
     undefined = [leaf for leaf, grad in of_leaves if grad is None] + [leaf for part in missed for leaf in part.leaves()]
-    direct, through_graph = deferred_work(
-        in_order(plan.cuts) if exact else plan.cuts, ready, [pair for pair in at_branches if pair[1] is not None]
-    )
+    cuts = in_order(plan.cuts) if exact else plan.cuts
+    direct, through_graph = deferred_work(cuts, ready, [pair for pair in at_branches if pair[1] is not None])
     work: list[Deferred] = [direct, *(offer.work for offer in offers if offer.work is not None), through_graph]
     pending = Pending(work, ran, undefined, exact, group)
     refuse_resharded(pending.deferred)

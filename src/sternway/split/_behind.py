@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sternway._storage import tensors_in
-from sternway._torch.nodes import held_by
+from sternway._torch.autograd import gradient_slots
+from sternway._torch.nodes import ACCUMULATE_GRAD, TO_COPY, TRANSPOSE, T, held_by
 from sternway._torch.tensors import base_of
 from sternway.saved import Packed
-from sternway.split._part import Edge, Node, Packing, Part, packing
+from sternway.split._part import Edge, Node, Packing, Part, is_transpose, packing
 from sternway.split._rules import RULES
+from sternway.split._unseen import UNSEEN
 
 
 class Search:
@@ -85,6 +87,34 @@ def _takes_data(node: Node, edges: Sequence[Edge]) -> bool:
     if len(edges) > 1 and all(child is not None or at in biases for at, (child, _) in enumerate(edges)):
         return False
     return any(not _is_parameter(tensor) for tensor in _tensors_of(node))  # it saved the other side, maybe a frozen one
+
+
+def direct_target(edge: Edge, stop_at: set[Node]) -> tuple[Node | None, bool]:
+    """The leaf that ``edge`` leads to through transposes and casts alone, not passing ``stop_at`` or hooks.
+
+    Beside it, whether the leaf's parameter (unless a vector) is the transpose of the operand at the edge.
+    """
+    node, transposed, cast = edge[0], False, False
+    while node not in stop_at:
+        kind = type(node)
+        if kind is ACCUMULATE_GRAD:
+            return node, transposed
+        if not UNSEEN.beyond(node):
+            break  # there may be a hook on what it made
+        if kind is T or (kind is TRANSPOSE and is_transpose(node)):
+            transposed = not transposed
+        elif kind is TO_COPY and not cast and _changes_precision_only(node):
+            cast = True  # a second one might round in between
+        else:
+            break
+        node = node.next_functions[0][0]
+    return None, False
+
+
+def _changes_precision_only(node: Node) -> bool:
+    child, index = node.next_functions[0]
+    after, before = gradient_slots(node)[0], gradient_slots(child)[index]
+    return bool(after.device == before.device and after.dtype.is_complex == before.dtype.is_complex)
 
 
 def meets(edge: Edge, *places: Container[Node]) -> bool:

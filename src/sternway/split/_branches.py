@@ -8,7 +8,8 @@
           │             │
         input       embedding ──▶ w
 
-A branch without a product in it stays in I: the weight of a norm, or what is made of it.
+A branch without a product in it stays in I: the weight of a norm, or what is made of it. One that is a single cut, such
+as an embedding, needs no more than its rule.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Branches:
 
 
 def find_branches(
-    spine: Mapping[Node, Sequence[Edge]], roots: Iterable[Edge], inputs: set[Edge], cuts: Iterable[Cut]
+    spine: Mapping[Node, Sequence[Edge]], roots: Iterable[Edge], inputs: set[Edge], cuts: Sequence[Cut]
 ) -> Branches | None:
     """The branches of a spine, each of whose nodes comes with the edges that I follows; None if it has none."""
     parents: dict[Node, list[Node]] = {}
@@ -53,7 +54,7 @@ def find_branches(
     idle = [cut.node for cut in cuts if cut.node not in leading]
     if not idle:
         return None
-    with_products = _above(idle, parents)
+    with_products = _above(idle, parents) - {cut.node for cut in cuts if not cut.runs_in_i}
     barred = _above([node for node in spine if type(node).__name__ in UNSUPPORTED], parents)
     leaving = [edge for node, edges in spine.items() if node in leading for edge in edges]
     heavy: dict[Edge, None] = {}

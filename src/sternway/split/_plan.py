@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sternway._torch.autograd import gradient_slots
-from sternway._torch.nodes import ACCUMULATE_GRAD, TO_COPY
-from sternway.split._part import Cut, Edge, Node, Part, is_transpose
-from sternway.split._unseen import UNSEEN
+from sternway._torch.nodes import ACCUMULATE_GRAD
+from sternway.split._part import Cut, Edge, Node, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,31 +48,3 @@ class SplitPlan:
     def inner(self) -> list[Edge]:
         """Inputs inside the graph, where gradient is stopped even if something below needs it."""
         return [edge for edge in self.inputs if type(edge[0]) is not ACCUMULATE_GRAD]
-
-
-def direct_target(edge: Edge, stop_at: set[Node]) -> tuple[Node | None, bool]:
-    """The leaf that ``edge`` leads to through transposes and casts alone, not passing ``stop_at`` or hooks.
-
-    Beside it, whether the leaf's parameter (unless a vector) is the transpose of the operand at the edge.
-    """
-    node, transposed, cast = edge[0], False, False
-    while node not in stop_at:
-        kind = type(node)
-        if kind is ACCUMULATE_GRAD:
-            return node, transposed
-        if not UNSEEN.beyond(node):
-            break  # there may be a hook on what it made
-        if is_transpose(node):
-            transposed = not transposed
-        elif kind is TO_COPY and not cast and _changes_precision_only(node):
-            cast = True  # a second one might round in between
-        else:
-            break
-        node = node.next_functions[0][0]
-    return None, False
-
-
-def _changes_precision_only(node: Node) -> bool:
-    child, index = node.next_functions[0]
-    after, before = gradient_slots(node)[0], gradient_slots(child)[index]
-    return bool(after.device == before.device and after.dtype.is_complex == before.dtype.is_complex)

@@ -35,17 +35,20 @@ from sternway._torch.compile import COMPILED_NODE
 from sternway._torch.nodes import ACCUMULATE_GRAD
 from sternway._torch.parallel import in_process_group
 from sternway._torch.saved_hooks import can_share_recomputation
-from sternway.split._behind import Behind, meets
+from sternway.split._behind import Behind, direct_target, meets
 from sternway.split._branches import find_branches
 from sternway.split._part import Cut, Edge, Node, Packing, Part, packing
-from sternway.split._plan import OpaqueNode, SplitPlan, direct_target
+from sternway.split._plan import OpaqueNode, SplitPlan
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._unseen import UNSEEN
 from sternway.split._unsupported import UNSUPPORTED, refuse_spent
 
 
-def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> SplitPlan:
-    """Plan the split of the graph between ``roots`` and ``inputs``."""
+def make_plan(roots: Iterable[Edge], inputs: set[Edge], exact: bool = False) -> SplitPlan:
+    """Plan the split of the graph between ``roots`` and ``inputs``.
+
+    With ``exact``, branches stay in I: where one shares a parameter with a cut, W would add in another order.
+    """
     require("split")
     if in_process_group():
         require("split.parallel")
@@ -54,7 +57,8 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge]) -> SplitPlan:
     starts = list(roots)
     planner.reached.update(inputs.intersection(starts))
     planner.walk([node for node, index in starts if (node, index) not in inputs])
-    planner.set_aside(starts)
+    if not exact:
+        planner.set_aside(starts)
     planner.settle()
     triggers = planner.triggers()
     cuts, reached = [cut for cut in planner.cuts if cut.parts], planner.reached

@@ -3,13 +3,13 @@
 | codec | for | bytes per element | error |
 | --- | --- | --- | --- |
 | bf16 | float32, float64 | 2 | ≤ 2⁻⁸ · |x| |
-| fp8 | floats | 1 + 4/256 | ≤ max(|x| / 16, absmax / 425984) |
-| int8 | floats | 1 + 4/256 | ≤ absmax / 252 |
+| fp8 | floats | 1 + 4/256 | ≤ max(|x| / 16, absmax / 212992) |
+| int8 | floats | 1 + 4/256 | ≤ absmax / 250 |
 | bits | bool; two values | 1/8 | none |
 
 ``absmax`` is the largest finite magnitude in the element's block of 256. Infinities and NaN come back as they were. The
-errors are before rounding to the tensor's own dtype, if that has fewer digits. Integers are never encoded: a backward
-may use them as indices.
+errors are before rounding to the tensor's own dtype, if that has fewer digits. Signs are kept, and zero is the only
+zero. Integers are never encoded: a backward may use them as indices.
 """
 
 from __future__ import annotations
