@@ -1,29 +1,25 @@
-"""Makes the table of docs/models.md: ``make zoo`` once, then ``.venv-zoo/bin/python docs/make_models.py``.
+"""Makes the table of docs/models.md: ``make zoo-table``.
 
-Each model of tests/zoo goes through a pipeline of two ranks and four stages in this process, unmodified, and through a
-plain backward.
+Each model goes through a pipeline of two ranks and four stages in this process, unmodified, and through a plain
+backward.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from pathlib import Path
 
-for _folder in ("tests", "benchmarks"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / _folder))
-warnings.simplefilter("ignore")
-
 import torch
+
 from zoo.deferred import measure
 from zoo.entry import Entry, plain_step
 from zoo.models import MODELS
 from zoo.stage_like import step_with_inputs
 from zoo.steps import MICROBATCHES, ROWS, in_one_process, step
 
-PAGE = Path(__file__).with_name("models.md")
-BEGIN, END = "<!-- made by make_models.py -->", "<!-- end -->"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- made by tests/zoo/table.py -->", "<!-- end -->"
 HEAD = (
     "| model | kind | stages begin at | crosses the middle cut | largest error | waits for W |",
     "| --- | --- | --- | --- | --- | --- |",
@@ -67,6 +63,7 @@ def row(entry: Entry) -> str:
 
 
 def main() -> None:
+    warnings.simplefilter("ignore")  # theirs
     rows = []
     for entry in MODELS.values():
         rows.append(row(entry))
