@@ -27,8 +27,8 @@ HEAD = (
 
 
 def short(names: list[str], count: int = 3) -> str:
-    """The ends of some names; numbers of layers keep what they count."""
-    ends = list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
+    """The ends of some names, so that numbers of layers keep what they count."""
+    ends = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in names))
     return ", ".join(f"`{end}`" for end in ends[:count]) + (f" and {len(ends) - count} more" * (len(ends) > count))
 
 
