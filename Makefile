@@ -12,7 +12,7 @@ ZOO := .venv-zoo
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo atlas test quick opsweep upstream zoo check lint format bench clean
+.PHONY: setup demo atlas test quick opsweep upstream zoo zoo-table check lint format bench clean
 
 setup: $(READY)
 
@@ -42,6 +42,9 @@ upstream: $(READY) # PyTorch's own tests on ours: make upstream TORCH_TESTS=<the
 
 zoo: $(ZOO)/.ready
 	$(ZOO)/bin/python -m pytest tests/zoo --numprocesses $(JOBS) --dist worksteal
+
+zoo-table: $(ZOO)/.ready # the table of docs/models.md
+	PYTHONPATH=tests:benchmarks $(ZOO)/bin/python -m zoo.table
 
 $(ZOO)/.ready: pyproject.toml constraints.txt
 	test -x $(ZOO)/bin/python || $(PYTHON) -m venv $(ZOO)

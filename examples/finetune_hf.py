@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 2 examples/finetune_hf.py --out runs/llama
     torchrun --standalone --nproc-per-node 2 examples/finetune_hf.py --out runs/llama-lora --lora
 
-It makes a tiny Llama on the spot; pass --base for a checkpoint of yours. Each process reads its own stages' tensors from
-the checkpoint, and writes its own at the end; with --lora only adapters are trained and written. Started again, it goes
-on from the last save. At the end, plain transformers loads the result and finds the same loss.
+It makes a tiny Llama on the spot; pass --base for a checkpoint of yours. Each process reads its own stages' tensors
+from the checkpoint, and writes its own at the end; with --lora only adapters are trained and written. Started again, it
+goes on from the last save. At the end, plain transformers loads the result and finds the same loss.
 """
 
 import argparse

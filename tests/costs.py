@@ -40,6 +40,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "atlas/test_atlas_truth.py::test_our_own_package": ("slow",),
     "graph/test_capture.py::test_a_deep_graph_is_freed_without_a_crash": ("slow",),
     "pipeline/test_checkpoint_local.py::test_the_matrix": ("slow",),
+    "pipeline/test_random_forwards.py": ("slow",),
     "schedule/test_search.py::test_any_numbers_give_a_whole_schedule_within_the_limit_and_not_below_the_bound": (
         "slow",
     ),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import gloo
+import zoo.libraries  # noqa: F401 - before any of the libraries
 
 gloo.PRELOADED.append("zoo.models")
 HERE = Path(__file__).parent

@@ -69,6 +69,8 @@ def load_train_save(rank: int, name: str, folder: Path, adapters: bool) -> None:
     for optimizer in optimizers:
         optimizer.step()
     pipe.save_pretrained(folder / "tuned")
+    with pytest.raises(PipelineError, match="generate needs the whole model in one process; got a pipeline over 2"):
+        pipe.generate(input_ids=torch.tensor([[3]]))
     if rank == 0:
         if adapters:
             import peft

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -55,6 +57,31 @@ def test_under_bfloat16_autocast(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         entry = dataclasses.replace(MODELS[name], coupled=even)
         assert_pipeline_equals_backward(entry, entry.make(), "zb-h1", **BFLOAT16)
+
+
+def test_a_stage_without_trainable_weights_has_no_backward() -> None:
+    def build() -> nn.Module:
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], layers_to_transform=[3])
+        return peft.get_peft_model(MODELS["llama"].build(), config)
+
+    entry = dataclasses.replace(MODELS["llama"], name="lora-on-top", build=build)
+    pipe = assert_pipeline_equals_backward(entry, entry.make(), "zb-h1")
+    after_f, after_i = pipe._plan.profile.bytes_after_F, pipe._plan.profile.bytes_after_I
+    assert (after_f[0], after_i[0]) == (0, 0)
+    assert after_f[1] > 0
+
+
+def test_generate_in_one_process() -> None:
+    entry = MODELS["llama"]
+    model = entry.make()
+    pipe = in_one_process(entry, model, "zb-v")
+    step(entry, pipe)
+    tokens = pipe.generate(input_ids=torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False)
+    plain = copy.deepcopy(model).eval().generate(input_ids=torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False)
+    assert torch.equal(tokens, plain)
+    assert model.training
+    with pytest.raises(PipelineError, match="needs a model of transformers that generates; got VisionTransformer"):
+        in_one_process(MODELS["torchvision-vit"], MODELS["torchvision-vit"].make(), "zb-h1").generate()
 
 
 def test_a_model_that_reads_its_own_values_between_modules_is_refused() -> None:

@@ -20,6 +20,7 @@ from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest
 from sternway.pipeline.checkpoint._saving import Resumed, Saving
 from sternway.pipeline.faults._nonfinite import OnNonfinite, check_nonfinite
 from sternway.pipeline.faults._report import default_folder
+from sternway.pipeline.pretrained._generate import generate
 from sternway.pipeline.pretrained._save import save_model
 from sternway.pipeline.step._batch import Batch
 from sternway.pipeline.step._grads import DataParallel, Gradients, check_norm, check_ties, resolve_ties
@@ -362,6 +363,11 @@ class Pipeline:
         with self._guard.other_ranks():
             crew = self.transport.crew() if self._everyone is None else self.transport.crew_apart(self._everyone)
             save_model(path, crew, self._model, self.state_dict() if self._first_copy else {}, self._source)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """``model.generate`` of transformers, in one process. Over several processes it is refused."""
+        self._runner.settle()
+        return generate(self._model, self.transport.ranks if self.transport.mine else 1, args, kwargs)
 
     def _checkpoints(self) -> Checkpoints:
         self._guard.check_open("a checkpoint")

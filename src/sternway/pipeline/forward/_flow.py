@@ -50,6 +50,7 @@ class Flow:
     Attributes:
         calls: the calls of pieces, in order: call i opens segment i + 1.
         uses: for each value that is used, the segments that use it.
+        live: the same, for uses that lead to the result. Only these bring gradients back.
         of_all: values that every later stage needs, such as random numbers that an ``if`` looks at.
         batch_used: for each tensor of the batch, the segments whose work uses it.
         batch_free: for each tensor of the batch that glue of all ranks uses, the first segment that does.
@@ -59,6 +60,7 @@ class Flow:
 
     calls: list[Call] = field(default_factory=list)
     uses: dict[Key, set[int]] = field(default_factory=dict)
+    live: dict[Key, set[int]] = field(default_factory=dict)
     of_all: set[Key] = field(default_factory=set)
     batch_used: dict[int, set[int]] = field(default_factory=dict)
     batch_free: dict[int, int] = field(default_factory=dict)
@@ -69,8 +71,9 @@ class Flow:
         """Add what another forward used, if it called the same pieces."""
         if other.calls != self.calls:
             return
-        for key, segments in other.uses.items():
-            self.uses.setdefault(key, set()).update(segments)
+        for mine, others in ((self.uses, other.uses), (self.live, other.live)):
+            for key, segments in others.items():
+                mine.setdefault(key, set()).update(segments)
         for leaf, segments in other.batch_used.items():
             self.batch_used.setdefault(leaf, set()).update(segments)
         for leaf, segment in other.batch_free.items():
@@ -96,10 +99,14 @@ class Flow:
                 fix="pass sample=, one microbatch that takes the usual way",
             )
         sends: list[set[Key]] = [set() for _ in range(last)]
+        dead: list[set[Key]] = [set() for _ in range(last)]
         for key, segments in self.uses.items():
             end = last if key in self.of_all else max(stage_of[segment] for segment in segments)
+            live_end = max((stage_of[segment] for segment in self.live.get(key, ())), default=-1)
             for stage in range(stage_of[key[0]], end):
                 sends[stage].add(key)
+                if stage >= live_end:
+                    dead[stage].add(key)
         needs: list[set[int]] = [set() for _ in range(last + 1)]
         for leaf, segments in self.batch_used.items():
             for segment in segments:
@@ -108,7 +115,7 @@ class Flow:
             for stage in range(stage_of[segment], last + 1):
                 needs[stage].add(leaf)
         batch = [frozenset().union(*needs[stage + 1 :]) for stage in range(last)]
-        return Crossing(tuple(map(frozenset, sends)), tuple(batch))
+        return Crossing(tuple(map(frozenset, sends)), tuple(map(frozenset, dead)), tuple(batch))
 
     def describe(self, key: Key) -> str:
         """Where a value comes from, in words."""
@@ -137,7 +144,11 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """What each stage sends to the next: keys of values, and numbers of tensors of the batch."""
+    """What each stage sends to the next: keys of values, and numbers of tensors of the batch.
+
+    No gradient is expected for values that are ``dead``: what they are used for does not lead to the result.
+    """
 
     values: tuple[frozenset[Key], ...]
+    dead: tuple[frozenset[Key], ...]
     batch: tuple[frozenset[int], ...]

@@ -131,6 +131,7 @@ class ModelPart(nn.Module):
         self._stage = stage
         self._shields = Shield(), Shield()
         self._rule: int | None = None  # how the model's own loss averages, once it is known
+        self.dead: list[Tensor] = []  # of what the last forward returned: values that no gradient is expected for
         self.begun: float | None = None  # when the stage's own work of the last forward began
         self.uses_own_loss = False  # whether the model itself computes the loss, in the last stage
         self.weight: Tensor | None = None  # of the last microbatch in the model's own loss, in the last stage
@@ -192,6 +193,7 @@ class ModelPart(nn.Module):
             return result
         crossing = trail.crossing
         on = {key: tensor for key, tensor in values.items() if key in crossing.values[task.stage]} | made
+        self.dead = [tensor for key, tensor in on.items() if key in crossing.dead[task.stage]]
         passed = crossing.batch[task.stage] | {_SHARES_LEAF}
         rest = {leaf: tensor for leaf, tensor in batch.items() if leaf in passed}
         message: Message = rest, on, Trail(trail.batch, trail.likes, crossing, [*trail.segments, *noted])

@@ -78,12 +78,18 @@ class Outline:
             full = f"{name}.{child}" if name else child
             if full not in self._modules:  # another name of a module that is somewhere else too
                 continue
-            if full in named or (self._is_called(full) and not _is_container(inner)):
+            is_piece = not _is_container(inner) or (_is_container(module) and self._has_twin(full, self._beside(full)))
+            if full in named or (self._is_called(full) and is_piece):
                 if full in named or _has_state(inner):
                     found.append(full)
             else:
                 found += self._inside(full, named)
         return found
+
+    def _beside(self, name: str) -> list[str]:
+        holder = name.rpartition(".")[0]
+        found = (f"{holder}.{child}" if holder else child for child, _ in self._modules[holder].named_children())
+        return [each for each in found if each in self._modules]
 
     def _is_called(self, name: str) -> bool:
         return self._called is None or name in self._called

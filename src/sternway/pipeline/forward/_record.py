@@ -53,10 +53,28 @@ def _record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, 
     tensors = [twice[id(tensor)] for tensor in tensors]
     args, kwargs = unpack(spec, tensors)
     recorder = Recorder(model, pieces, tensors)
-    with untouched(model), torch.no_grad(), intercepted(pieces, recorder.call), recorder:
+    with untouched(model), _as_if_training(model), intercepted(pieces, recorder.call), recorder:
         result = model(*args, **kwargs)
-    recorder.use(tensors_in(result))
+    recorder.finish(tensors_in(result))
     return recorder.flow
+
+
+def _drop(_: Any) -> Any:
+    return None
+
+
+@contextmanager
+def _as_if_training(model: nn.Module) -> Iterator[None]:
+    """A block in which all parameters require gradients, as any of them may later. Nothing is saved for a backward."""
+    frozen = [p for p in model.parameters() if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _drop):
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
 
 
 class Recorder(Follower):
@@ -76,6 +94,9 @@ class Recorder(Follower):
         self._writes: dict[int, tuple[int, int]] = {}  # storage: the segment that last changed it, and through what
         self._made_inside: dict[int, tuple[Tensor, int]] = {}  # made by a piece, and perhaps not returned
         self._random: set[Key] = set()
+        self._work: list[
+            tuple[int, list[Key], list[tuple[Tensor, list[Key]]]]
+        ] = []  # of each call: its segment, what it used and made
         self._aliases: dict[
             int, list[Key]
         ] = {}  # of values that a function returned as they are: the keys it gave them
@@ -90,7 +111,9 @@ class Recorder(Follower):
         self.flow.calls.append((name, self._numbers[name]))
         self._numbers[name] += 1
         self.next_segment()
-        self.use(tensors_in(args, kwargs))
+        given = tensors_in(args, kwargs)
+        self.use(given)
+        used = self._keys_of(given)
         self._use_kept(self._pieces[name])
         versions = {key: version_of(tensor) for key, tensor in self._values.items()}
         state = [(buffer, version_of(buffer)) for buffer in self._pieces[name].buffers()]
@@ -109,8 +132,17 @@ class Recorder(Follower):
                 self.segment,
                 "cut before or after both",
             )
-        self._name_all((self.segment, PIECE, 0, 0), tensors_in(result))
+        results = tensors_in(result)
+        self._name_all((self.segment, PIECE, 0, 0), results)
+        changed = [tensor for key, tensor in self._values.items() if version_of(tensor) != versions.get(key)]
+        self._note_work(used, [*results, *changed])
         return result
+
+    def _note_work(self, used: list[Key], made: list[Tensor]) -> None:
+        self._work.append((self.segment, used, [(tensor, self._all_keys(tensor)) for tensor in made]))
+
+    def _keys_of(self, tensors: list[Tensor]) -> list[Key]:
+        return [key for tensor in tensors for key in self._all_keys(tensor)]
 
     def _first_call(self, name: str) -> int:
         return 1 + self.flow.calls.index((name, 0))
@@ -173,6 +205,7 @@ class Recorder(Follower):
         self.use(tensors)
         before = [version_of(tensor) for tensor in tensors]
         sources = [self.key_of(tensor) for tensor in tensors if self.depends(tensor)]
+        used = self._keys_of(tensors)
         result = function(*args, **kwargs)
         self._note_buffers(tensors, before)
         made = [tensor for tensor in tensors_in(result) if all(tensor is not other for other in tensors)]
@@ -182,6 +215,8 @@ class Recorder(Follower):
             self._writes[storage_id(tensors[place])] = self.segment, id(tensors[place])
             self.name_written(tensors[place])
             self._name(tensors[place], (*key[:3], -1 - place))
+        changed = [tensors[place] for place in written]
+        self._note_work(used, [*tensors_in(result), *changed])
         if all(source is not None and source in self._random for source in sources) and (
             sources or key[1] in RANDOM | FROM_PYTHON
         ):
@@ -200,12 +235,28 @@ class Recorder(Follower):
 
     # Values
 
+    def finish(self, results: list[Tensor]) -> None:
+        """The forward returned these. Find which uses of values lead to them."""
+        self.use(results)
+        live = set(self._keys_of([tensor for tensor in results if tensor.requires_grad]))
+        for key in live:
+            self.flow.live.setdefault(key, set()).add(self.segment)
+        for segment, used, made in reversed(self._work):
+            if any(tensor.requires_grad and live.intersection(keys) for tensor, keys in made):
+                live.update(used)
+                for key in used:
+                    self.flow.live.setdefault(key, set()).add(segment)
+
+    def _all_keys(self, tensor: Tensor) -> list[Key]:
+        key = self.key_of(tensor)
+        return [] if key is None else [key, *self._aliases.get(id(tensor), ())]
+
     def use(self, tensors: list[Tensor]) -> None:
         """This segment uses these."""
         for tensor in tensors:
             key = self.key_of(tensor)
             if key is not None:
-                for each in (key, *self._aliases.get(id(tensor), ())):
+                for each in self._all_keys(tensor):
                     self.flow.uses.setdefault(each, set()).add(self.segment)
                 self._check_alias(tensor, key)
             elif id(tensor) in self._batch:

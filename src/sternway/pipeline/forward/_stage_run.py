@@ -206,8 +206,11 @@ class StageRun(Follower):
             if not is_piece:
                 self._keep(tensors[place], (*key[:3], -1 - place))
         for place, tensor in enumerate(found):
-            if isinstance(noted.tensors[place], Like) or all(tensor is not made for made in self._made.values()):
-                self._keep(tensor, (*key[:3], place))
+            own = (*key[:3], place)
+            if isinstance(noted.tensors[place], Like):
+                self._keep(tensor, own)
+            elif own in self._wanted and all(tensor is not made for made in self._made.values()):
+                self._made[own] = tensor  # an argument, returned as it is: it keeps the key that it has
 
     def _keep(self, tensor: Tensor, key: Key) -> None:
         self.name_value(tensor, key)
@@ -224,8 +227,9 @@ class StageRun(Follower):
         self._place += 1
         arrived = {
             place: self._arrived[(*key[:3], place)]
-            for place in range(len(noted.tensors))
+            for place, each in enumerate(noted.tensors)
             if (*key[:3], place) in self._arrived
+            and (isinstance(each, Like) or isinstance(tensors[each], Absent))  # else the argument itself is here
         }
         for position in noted.written:
             tensor = tensors[position]
@@ -239,8 +243,8 @@ class StageRun(Follower):
                 for place, each in enumerate(noted.tensors):
                     if each == position:
                         arrived[place] = changed
-        if self._records and not torch.is_grad_enabled() and any(t.requires_grad for t in arrived.values()):
-            # Inside a torch.autograd.Function, which would take what it returns for its own output.
+        if self._records and not torch.is_grad_enabled() and arrived:
+            # Perhaps inside a torch.autograd.Function, which would take what it returns for its own output.
             result = noted.again(tensors, {}, self._task.device)
             found = tensors_in(result)
             self._now |= {id(found[place]): (found[place], tensor) for place, tensor in arrived.items()}

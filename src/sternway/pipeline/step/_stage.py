@@ -46,6 +46,7 @@ class _Graph:
 
     inputs: dict[str, list[Tensor]]
     outputs: dict[str, list[Tensor]]
+    dead: list[Tensor]  # outputs that no gradient is expected for: if it is zero, there is none
 
 
 class Stage:
@@ -118,7 +119,8 @@ class Stage:
                     graph_outputs[MAIN] = [loss if self._scale is None else self._scale(loss)]
         if training:
             needing = {name: [t for t in tensors if t.requires_grad] for name, tensors in inputs.items()}
-            self._graphs[number] = _Graph(needing, graph_outputs)
+            dead = self.module.dead if isinstance(self.module, ModelPart) and not self.is_last else []
+            self._graphs[number] = _Graph(needing, graph_outputs, dead)
         return {name: (spec, [t.detach() for t in tensors]) for name, (spec, tensors) in payloads.items()}
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
@@ -173,6 +175,11 @@ class Stage:
         for name, tensors in graph.outputs.items():
             outputs += tensors
             output_grads += [None] * len(tensors) if self.is_last and name == MAIN else grads[name]
+        if graph.dead:
+            dead = {id(tensor) for tensor in graph.dead}
+            pairs = list(zip(outputs, output_grads, strict=True))
+            pairs = [(t, grad) for t, grad in pairs if id(t) not in dead or grad is None or bool(grad.any())]
+            return [t for t, _ in pairs], [grad for _, grad in pairs]
         return outputs, output_grads
 
     def pending_bytes(self, number: int) -> int:

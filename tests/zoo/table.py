@@ -1,19 +1,14 @@
-"""Makes the table of docs/models.md: ``make zoo`` once, then ``.venv-zoo/bin/python docs/make_models.py``.
+"""Makes the table of docs/models.md: ``make zoo-table``.
 
-Each model of tests/zoo goes through a pipeline of two ranks and four stages in this process, unmodified, and through a
-plain backward.
+Each model goes through a pipeline of two ranks and four stages in this process, unmodified, and through a plain
+backward.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 import warnings
 from pathlib import Path
-
-for _folder in ("tests", "benchmarks"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / _folder))
-warnings.simplefilter("ignore")
 
 import torch
 
@@ -23,8 +18,8 @@ from zoo.models import MODELS
 from zoo.stage_like import step_with_inputs
 from zoo.steps import MICROBATCHES, ROWS, in_one_process, step
 
-PAGE = Path(__file__).with_name("models.md")
-BEGIN, END = "<!-- made by make_models.py -->", "<!-- end -->"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- made by tests/zoo/table.py -->", "<!-- end -->"
 HEAD = (
     "| model | kind | stages begin at | crosses the middle cut | largest error | waits for W |",
     "| --- | --- | --- | --- | --- | --- |",
@@ -32,8 +27,8 @@ HEAD = (
 
 
 def short(names: list[str], count: int = 3) -> str:
-    """The ends of some names; numbers of layers keep what they count."""
-    ends = list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in names))
+    """The ends of some names, so that numbers of layers keep what they count."""
+    ends = list(dict.fromkeys(".".join(name.split(".")[-3:]) for name in names))
     return ", ".join(f"`{end}`" for end in ends[:count]) + (f" and {len(ends) - count} more" * (len(ends) > count))
 
 
@@ -68,6 +63,7 @@ def row(entry: Entry) -> str:
 
 
 def main() -> None:
+    warnings.simplefilter("ignore")  # theirs
     rows = []
     for entry in MODELS.values():
         rows.append(row(entry))
