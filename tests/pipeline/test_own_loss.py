@@ -222,7 +222,12 @@ def _two_ranks(rank: int) -> None:
     reference.head.weight = reference.tokens.weight
     batch = batch_of(6)
     sample = {name: value[:2] for name, value in batch.items()} if rank == 0 else None
-    for schedule, options in (("zb-h1", {"sample": sample}), ("1f1b", {}), ("zb-v", {"sample": sample})):
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("zb-h1", {"sample": sample, "cuts": ["blocks.1"]}),
+        ("1f1b", {"cuts": ["blocks.1"]}),
+        ("zb-v", {"sample": sample, "cuts": ["blocks.0", "blocks.1", "blocks.2"]}),
+    ]
+    for schedule, options in ways:
         mine = copy.deepcopy(model)
         pipe = Pipeline(mine, schedule=schedule, n_microbatches=3, **options)
         optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
