@@ -62,6 +62,7 @@ class Accumulator:
         self._hooked = EngineCall({}, [])  # a hook may be on several parameters: all of them in one call
         self._call_of: dict[Node, EngineCall] = {}
         UNSEEN.look()
+        self._clean = UNSEEN.clean
 
     def writable(self, leaf: Node) -> Tensor | None:
         """The leaf's parameter, if its ``.grad`` can be written without the engine.
@@ -75,7 +76,7 @@ class Accumulator:
             not parameter.requires_grad
             or tensor_hooks(parameter)
             or accumulate_hooks(parameter)
-            or UNSEEN.on_leaf(leaf)
+            or (id(parameter) not in self._clean and UNSEEN.on_leaf(leaf))
         ):
             return None
         grad, dtype = parameter.grad, parameter.dtype

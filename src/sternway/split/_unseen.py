@@ -31,7 +31,7 @@ class UnseenHooks(threading.local):
     def __init__(self) -> None:
         self._counted = 0  # of hooks_registered, when we last looked; our own since then included
         self.horizon = self._newest = -1
-        self._clean: set[int] = set()  # ids of parameters without hooks on their AccumulateGrad node
+        self.clean: set[int] = set()  # ids of parameters without hooks on their AccumulateGrad node
 
     def look(self) -> None:
         """Move the horizon to now, if hooks were registered that are not our own."""
@@ -39,7 +39,7 @@ class UnseenHooks(threading.local):
         if counted != self._counted:
             self._counted = counted
             self.horizon = self._newest
-            self._clean.clear()
+            self.clean.clear()
 
     def count_own(self, hooks: int) -> None:
         """Say that we have registered some ourselves."""
@@ -59,12 +59,12 @@ class UnseenHooks(threading.local):
     def on_leaf(self, leaf: Node) -> bool:
         """Whether an AccumulateGrad node has hooks of its own; such a node may be older than any graph."""
         key = id(leaf.variable)
-        if key in self._clean:
+        if key in self.clean:
             return False
         self.count_own(PROBING)
         if has_node_hooks(leaf):
             return True
-        self._clean.add(key)
+        self.clean.add(key)
         return False
 
 
