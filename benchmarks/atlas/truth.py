@@ -124,7 +124,7 @@ class Truth:
         path, claims = file.path, self.claims
         doc = ast.get_docstring(file.tree, clean=False)
         if doc and doc.strip():
-            text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", inspect.cleandoc(doc).strip())
+            text = re.sub(r":\w+:`(?:~(?:[\w.]*\.)?)?([\w.]+)`", r"\1", inspect.cleandoc(doc).strip())
             claims["module docstring"].add((path, file.tree.body[0].lineno, words(text)[:6]))
         for node in file.tree.body:
             if isinstance(node, ast.If) and ast.unparse(node.test) in ("__name__ == '__main__'",):

@@ -91,8 +91,9 @@ def tests(facts: Mapping[str, Facts], sites: Sites) -> dict[str, list[tuple[str,
                 callees[path, call.scope][place] = None
     for path, known in facts.items():
         for item in known.definitions:
-            if item.kind == "class":  # calling a class calls its __init__
-                callees[path, item.name][path, f"{item.name}.__init__"] = None
+            owner, _, last = item.name.rpartition(".")
+            if last == "__init__" and owner:  # calling a class calls it
+                callees[path, owner][path, item.name] = None
     reached: dict[Place, dict[Place, ReachingTest]] = defaultdict(dict)
     ring: list[tuple[Place, ReachingTest]] = []
     for path, known in sorted(facts.items()):

@@ -60,16 +60,20 @@ class SearchIndex {
     for (let i = 0; i < this.low.length; i++) {
       const kind = this.kind[i];
       if (only && KINDS[kind] !== only) continue;
-      let score = 0;
+      let score = 0, missed = -1; // at most one word may be misspelt, and it is looked at last
       for (let w = 0; w < words.length; w++) {
         let one = matched(this.low[i], this.name[i], words[w]);
         if (!one && documented[w].has(i)) one = 26;
         if (!one && w > 0 && this.files[this.file[i]].low.includes(words[w])) one = 12;
-        if (!one && fuzzy && bits(masks[w] & ~this.mask[i]) <= 1) one = near(last(this.low[i]), words[w]);
-        if (!one) { score = 0; break; }
+        if (!one && (!fuzzy || missed >= 0)) { score = -1; break; }
+        if (!one) missed = w;
         score += one;
       }
-      if (score) hits.push(this.definition(i, score - RANK[kind] - this.low[i].length / 20));
+      if (score >= 0 && missed >= 0) {
+        const one = bits(masks[missed] & ~this.mask[i]) <= 1 ? near(last(this.low[i]), words[missed]) : 0;
+        score = one ? score + one : 0;
+      }
+      if (score > 0) hits.push(this.definition(i, score - RANK[kind] - this.low[i].length / 20));
     }
     return hits;
   }
