@@ -45,7 +45,7 @@ class Follower(TorchFunctionMode):
         self.segment = 0
         self._python = python_random_state()
         self._aside = False  # inside a piece
-        self._kept = kept  # ids of parameters, and of buffers inside pieces
+        self._kept = kept  # ids of buffers inside pieces; parameters are known by their type
         self._counts: Counter[str] = Counter()
         self._keys: dict[int, tuple[weakref.ref[Tensor], Key]] = {}
         self._written: dict[int, torch.UntypedStorage] = {}  # storages that glue changed with what depends

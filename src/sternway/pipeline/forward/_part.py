@@ -41,7 +41,6 @@ class CutModel:
         self.pieces = {name: model.get_submodule(name) for name in pieces}
         self.last = max(stage_of_call.values(), default=0)
         names = names_of_kept(model, self.pieces)
-        self.kept = frozenset(names)
         self.crossing: Crossing | None = None
         self._flow = flow
         self._release: set[int] | None = None  # the stages to keep, once the whole model is not needed any more
@@ -109,7 +108,6 @@ class CutModel:
             for name, buffer in list(module.named_buffers(recurse=False)):
                 if id(buffer) in self.stages_of and not self.stages_of[id(buffer)] & stages:
                     setattr(module, name, buffer.detach().to("meta"))
-        self.kept = frozenset(names_of_kept(self.model, self.pieces))
         self.stages_of = {}  # by the ids of tensors that may be gone
 
     def parts(self) -> list[ModelPart]:
@@ -169,15 +167,15 @@ class ModelPart(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage's part of the model's forward."""
-        cut, task = self._cut[0], self._task()
-        if task.stage == 0:
+        if self._stage == 0:
             shares = kwargs.pop(SHARES, None)
             spec, tensors = pack((args, kwargs))
             batch = dict(enumerate(tensors)) | ({} if shares is None else {_SHARES_LEAF: shares})
-            crossing = cut.look(args, kwargs)
+            crossing = self._cut[0].look(args, kwargs)
             values, trail = {}, Trail(spec.tree, [like(tensor) for tensor in tensors], crossing, [])
         else:
             batch, values, trail = args
+        task = self._task()
         if task.stage == task.last and self.uses_own_loss:
             self.weight = self._own_weight(task, batch, values, trail)
             if self._rule is not None and (leaf := _labels_leaf(trail)) is not None:
@@ -203,7 +201,8 @@ class ModelPart(nn.Module):
         cut = self._cut[0]
         tensors = chain(self.parameters(), self.buffers())
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        return StageTask(cut.model, cut.pieces, self._stage, cut.last, cut.stage_of_call, cut.kept, device)
+        kept = frozenset(id(buffer) for piece in cut.pieces.values() for buffer in piece.buffers())
+        return StageTask(cut.model, cut.pieces, self._stage, cut.last, cut.stage_of_call, kept, device)
 
     def _own_weight(
         self, task: StageTask, batch: dict[int, Tensor], values: dict[Key, Tensor], trail: Trail
