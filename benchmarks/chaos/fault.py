@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from sternway._tree import leaves
 from sternway.pipeline import Pipeline
 from sternway.pipeline.checkpoint import _files as files
 from sternway.pipeline.checkpoint._checkpoint import Checkpoints
@@ -72,7 +73,7 @@ class Injector:
         if self._fault.phase == "forward":
             self._strike()
         else:
-            for tensor in output if isinstance(output, tuple) else (output,):
+            for tensor in leaves(output):
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda grad: self._strike())
                     return
