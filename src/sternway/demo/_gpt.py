@@ -40,3 +40,24 @@ class GPT(nn.Module):
         places = torch.arange(tokens.shape[1], device=tokens.device)
         logits: Tensor = self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(places))))
         return logits
+
+
+class GPTStage(nn.Module):
+    """Some blocks of a GPT, with the embeddings if they are the first and the head if they are the last.
+
+    For torch's own schedules, which take modules from tensors to tensors. Sternway cuts the GPT by itself.
+    """
+
+    def __init__(self, model: GPT, index: int, count: int) -> None:
+        super().__init__()
+        blocks = list(model.blocks)
+        start, end = len(blocks) * index // count, len(blocks) * (index + 1) // count
+        self.tables = nn.ModuleList([model.tokens, model.positions] if index == 0 else [])
+        self.layers = nn.Sequential(*blocks[start:end], *([model.norm, model.head] if index == count - 1 else []))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.tables:
+            tokens, positions = self.tables
+            x = tokens(x) + positions(torch.arange(x.shape[1], device=x.device))
+        out: Tensor = self.layers(x)
+        return out

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not exported to mypy
 
 from sternway.demo._device import backend_of, meet, take_device
-from sternway.demo._gpt import GPT
+from sternway.demo._gpt import GPT, GPTStage
 from sternway.demo._text import batches, next_byte_loss, standard_library
 from sternway.demo._train import DemoOptions, DemoOutcome
-from sternway.pipeline import Pipeline, partition
+from sternway.pipeline import Pipeline
 
 
 def run(rank: int, port: int, options: DemoOptions, reports: Any) -> None:
@@ -145,14 +145,13 @@ def _torch_schedules(ranks: int) -> dict[str, list[list[int]]]:
 
 
 def _torch_step(
-    rank: int, name: str, placement: list[list[int]], model: nn.Module, options: DemoOptions, x: Tensor, target: Tensor
+    rank: int, name: str, placement: list[list[int]], model: GPT, options: DemoOptions, x: Tensor, target: Tensor
 ) -> Callable[[], None]:
     from torch.distributed import pipelining
     from torch.distributed.pipelining import schedules
 
     count = sum(map(len, placement))
-    modules = partition(model, ranks=options.ranks, stages_per_rank=count // options.ranks)
-    stages = [pipelining.PipelineStage(modules[i], i, count, x.device) for i in placement[rank]]
+    stages = [pipelining.PipelineStage(GPTStage(model, i, count), i, count, x.device) for i in placement[rank]]
     kind = getattr(schedules, name)
     schedule = kind(stages if len(placement[rank]) > 1 else stages[0], options.microbatches, loss_fn=next_byte_loss)
 
