@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -190,3 +191,17 @@ def dropout(rank: int, ranks: int, device: str, name: str, found: Any) -> None:
     for i in plan.placement[rank]:
         found.put((name, ranks, i, stages[i].layer.weight.grad.cpu().tolist()))
     pipe.close()
+
+
+class Tell(nn.Module):
+    """Creates a file in its ``when``-th forward."""
+
+    def __init__(self, path: Path, when: int) -> None:
+        super().__init__()
+        self.path, self.left = path, when
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if not self.left:
+            self.path.touch()
+        return x

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import number_cases
 from compare import assert_same_grads
 from gloo import processes
 from nccl_cases import CLOSE, batch, blocks, no_waits, said
+from number_cases import Tell
 from small_gpus import on_small_gpus
 from sternway.pipeline import Pipeline
 
@@ -51,20 +52,6 @@ def run_optimizer(rank: int, ranks: int) -> None:
     for p, q in zip(mine[rank].parameters(), reference[rank].parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
     pipe.close()
-
-
-class Tell(nn.Module):
-    """Creates a file in its ``when``-th forward."""
-
-    def __init__(self, path: Path, when: int) -> None:
-        super().__init__()
-        self.path, self.left = path, when
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.left -= 1
-        if not self.left:
-            self.path.touch()
-        return x
 
 
 def run_ahead(rank: int, ranks: int, folder: str) -> None:

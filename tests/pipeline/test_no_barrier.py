@@ -14,24 +14,11 @@ from torch.nn import functional as F
 
 from compare import assert_same_grads
 from gloo import on_ranks
+from number_cases import Tell
 from sternway.errors import LostRankError, PipelineError
 from sternway.pipeline import LocalTransport, Pipeline
 
 DIM, STAGES, LIMIT = 8, 3, 60.0
-
-
-class Tell(nn.Module):
-    """Creates a file in its ``when``-th forward."""
-
-    def __init__(self, path: Path, when: int) -> None:
-        super().__init__()
-        self.path, self.left = path, when
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.left -= 1
-        if not self.left:
-            self.path.touch()
-        return x
 
 
 def wait_for(path: Path) -> None:

@@ -16,7 +16,7 @@ from sternway.errors import PipelineError
 from sternway.pipeline.forward._flow import Call, Flow
 from sternway.pipeline.forward._part import CutModel, ModelPart
 from sternway.pipeline.forward._pieces import Outline, called_modules, weight
-from sternway.pipeline.forward._record import record
+from sternway.pipeline.forward._record import record, sample_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +100,8 @@ def lay_out(model: nn.Module, sample: Any = None, wanted: int = 2, named: Sequen
     if sample is None:
         return Layout(tuple((name, -1) for name in Outline(model).pieces(wanted, named)))
     args, kwargs = arguments_of(sample)
-    try:
+    with sample_runs():
         called = called_modules(model, args, kwargs)
-    except Exception as error:
-        raise PipelineError(
-            "the sample must go through the model, forward and backward",
-            got=f"{type(error).__name__}: {error}",
-            fix="pass one microbatch: a tensor, a tuple of arguments, or a dict of keyword arguments",
-        ) from error
     pieces = Outline(model, called).pieces(wanted, named)
     flow = record(model, {name: model.get_submodule(name) for name in pieces}, args, kwargs)
     return Layout(tuple(flow.calls), flow)

@@ -18,7 +18,7 @@ from sternway._storage import storage_sizes
 from sternway._torch import require
 from sternway.errors import PipelineError
 from sternway.pipeline.build._partition import arguments_of, lay_out
-from sternway.pipeline.forward._record import untouched
+from sternway.pipeline.forward._record import sample_runs, untouched
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn, Stage
 from sternway.pipeline.transport._payload import Payload, pack
@@ -155,16 +155,8 @@ def profile(
     sent = [0] * len(stages)
     with _own_gradients(modules), untouched(*modules):
         for number in range(repeats + 1):
-            try:
+            with sample_runs():
                 _once(stages, microbatch, rows, kept, sent, weigh=number == 0)  # the first one warms up, too
-            except PipelineError:
-                raise
-            except Exception as error:
-                raise PipelineError(
-                    "the sample must go through the model, forward and backward",
-                    got=f"{type(error).__name__}: {error}",
-                    fix="pass one microbatch: a tensor, a tuple of arguments, or a dict of keyword arguments",
-                ) from error
     f, i, w, b = zip(*(map(statistics.median, zip(*stage[1:], strict=True)) for stage in rows), strict=True)
     return Profile(
         names=tuple(names),

@@ -27,8 +27,22 @@ def record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, .
     Raises:
         PipelineError: if the forward fails.
     """
-    try:
+    with sample_runs():
         flow = _record(model, pieces, args, kwargs)
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(not model.training)
+    with suppress(Exception):  # a model may not be made for that mode, or that batch
+        flow.add(_record(model, pieces, args, kwargs))
+    for module, mode in modes:
+        module.training = mode
+    return flow
+
+
+@contextmanager
+def sample_runs() -> Iterator[None]:
+    """A block that runs the sample: what the model raises is an error about the sample."""
+    try:
+        yield
     except PipelineError:
         raise
     except Exception as error:
@@ -37,13 +51,6 @@ def record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, .
             got=f"{type(error).__name__}: {error}",
             fix="pass one microbatch: a tensor, a tuple of arguments, or a dict of keyword arguments",
         ) from error
-    modes = [(module, module.training) for module in model.modules()]
-    model.train(not model.training)
-    with suppress(Exception):  # a model may not be made for that mode, or that batch
-        flow.add(_record(model, pieces, args, kwargs))
-    for module, mode in modes:
-        module.training = mode
-    return flow
 
 
 def _record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
