@@ -20,17 +20,14 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class Shield:
-    """Copies those tensors that a stage changes, and notices if it changes another; does nothing unless ``learns``."""
+    """Copies those tensors that a stage changes, and notices if it changes another."""
 
-    def __init__(self, learns: bool = True) -> None:
-        self._learns = learns
+    def __init__(self) -> None:
         self._changed: dict[Hashable, bool] = {}
         self._given: list[tuple[Hashable, Tensor, int]] = []
 
     def give(self, tensors: Mapping[Name, Tensor]) -> dict[Name, Tensor]:
         """The tensors to use in place of these."""
-        if not self._learns:
-            return dict(tensors)
         given = {
             name: tensor.clone() if self._changed.get(name, True) and not isinstance(tensor, Absent) else tensor
             for name, tensor in tensors.items()

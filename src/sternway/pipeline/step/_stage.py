@@ -20,7 +20,6 @@ from sternway._tree import leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import loss_of, no_shares
 from sternway.pipeline.forward._part import SHARES, ModelPart
-from sternway.pipeline.forward._shield import Shield
 from sternway.pipeline.step._loss import LossFn, WeighedLoss, not_half
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
@@ -65,8 +64,6 @@ class Stage:
         self._scale = scale
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
         self._saved = saved or nullcontext()
-        # A part of a whole model shields what it is given itself: it also passes it on.
-        self._shield = Shield(learns=not isinstance(module, ModelPart))
         if isinstance(module, ModelPart):
             module.uses_own_loss = is_last and loss_fn is None
         self.losses: dict[int, Tensor] = {}
@@ -88,11 +85,7 @@ class Stage:
     ) -> dict[str, Payload]:
         training = torch.is_grad_enabled()
         inputs = {name: as_inputs(*payload) if training else payload[1] for name, payload in received.items()}
-        given = self._shield.give({(name, i): t for name, tensors in inputs.items() for i, t in enumerate(tensors)})
-        trees = {
-            name: unpack(spec, [given[name, i] for i in range(len(tensors))])
-            for name, (spec, tensors) in received.items()
-        }
+        trees = {name: unpack(spec, inputs[name]) for name, (spec, _) in received.items()}
         keywords = dict(microbatch.stage_kwargs or {})
         if MAIN in trees:
             main = trees.pop(MAIN)
@@ -103,7 +96,6 @@ class Stage:
             if microbatch.shares is not None:
                 keywords[SHARES] = microbatch.shares
         result = self.module(*arguments, **keywords, **trees)
-        self._shield.check()
         output, skips = (result.output, result.skips) if isinstance(result, WithSkips) else (result, {})
 
         sent = skips if self.is_last else {MAIN: output} | skips
@@ -190,7 +182,6 @@ class Stage:
         """Drop everything, after a step or an error."""
         for held in (self.losses, self.outputs, self._graphs, self._pendings):
             held.clear()
-        self._shield.clear()
         self._weighed.clear()
 
 
