@@ -148,6 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
         ours = run(asked.folder, files, suite.way, asked.jobs, asked.chosen)
         verdicts.append(judge(Suite(suite.way, files), plain[files], ours, known))
         _say(verdicts[-1], whole=not asked.chosen)
+        print(verdicts[-1].row + " |", flush=True)  # noqa: T201 - each as it is known: all take an hour
     print(HEADER, *(verdict.row + " |" for verdict in verdicts), sep="\n")  # noqa: T201 - a program
     return 1 if any(verdict.new for verdict in verdicts) else 0
 
