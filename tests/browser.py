@@ -51,6 +51,10 @@ def _pipe() -> tuple[int, int]:
     return high[0], high[1]
 
 
+class ProtocolError(AssertionError):
+    """Chromium did not do what it was asked to."""
+
+
 class Browser:
     """One tab. Messages are JSON, each ended by a zero byte; the browser reads descriptor 3 and writes descriptor 4."""
 
@@ -100,7 +104,8 @@ class Browser:
         while True:
             answer = self._next()
             if answer.get("id") == self._number:
-                assert "error" not in answer, answer
+                if "error" in answer:
+                    raise ProtocolError(answer["error"])
                 return answer["result"]
 
     def _next(self) -> dict[str, Any]:
@@ -129,7 +134,7 @@ class Browser:
         self.call("Page.navigate", url=path.resolve().as_uri())
         until = time.monotonic() + WAIT
         while time.monotonic() < until:
-            ready = self.run("document.documentElement && document.documentElement.dataset.ready || ''")
+            ready = self.look("document.documentElement && document.documentElement.dataset.ready || ''")
             if ready:
                 return float(ready)
             time.sleep(0.05)
@@ -140,6 +145,13 @@ class Browser:
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
+
+    def look(self, script: str) -> Any:
+        """The value of an expression; None while the browser is on its way to another page."""
+        try:
+            return self.run(script)
+        except ProtocolError:
+            return None
 
     def press(self, key: str, text: str = "") -> None:
         codes = {"Enter": 13, "Escape": 27, "ArrowUp": 38, "ArrowDown": 40, "ArrowLeft": 37, "ArrowRight": 39}

@@ -34,7 +34,7 @@ def _path(thing: object) -> str:
 def _wait(browser: Browser, script: str) -> object:
     until = time.monotonic() + HANGS
     while time.monotonic() < until:
-        if value := browser.run(script):
+        if value := browser.look(script):
             return value
         time.sleep(0.05)
     raise AssertionError(f"never true: {script}")
