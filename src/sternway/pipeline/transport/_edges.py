@@ -62,11 +62,14 @@ class Outgoing(_EdgeThread):
 
     Args:
         tell: begins to tell the receiver that the next message is there, and returns the work of that.
+        failed: called in the thread after an error.
     """
 
-    def __init__(self, name: str, device: torch.device, post: Post, tell: Callable[[], Any]) -> None:
+    def __init__(
+        self, name: str, device: torch.device, post: Post, tell: Callable[[], Any], failed: Callable[[], None]
+    ) -> None:
         self._error: Exception | None = None
-        self._tell = tell
+        self._tell, self._failed = tell, failed
         super().__init__(name, device, post)
 
     def put(self, tensors: list[Tensor]) -> None:
@@ -95,6 +98,7 @@ class Outgoing(_EdgeThread):
             told.wait()
         except Exception as error:
             self._error = error
+            self._failed()
 
 
 @final

@@ -36,6 +36,7 @@ from sternway.pipeline.transport._edges import Incoming, Outgoing, as_bytes
 from sternway.pipeline.transport._groups import ProcessGroups
 from sternway.pipeline.transport._order import RankEdge, edges_of
 from sternway.pipeline.transport._payload import Spec
+from sternway.pipeline.transport._place import gpu_fault
 from sternway.pipeline.transport._routes import MAIN, MessageKey, Routes
 from sternway.schedule import Schedule
 
@@ -60,6 +61,12 @@ class NcclCarrier(Carrier):
         if self._groups.watch is not None:
             self._groups.watch.tell(f"its GPU failed: {error}")
 
+    def _send_failed(self) -> None:
+        """A send failed. If that is because the GPU did, the host may wait for a message that will never be sent."""
+        if (fault := gpu_fault()) is not None:
+            self._failed(fault)
+            self._groups.wake()
+
     def connect(self, schedule: Schedule, routes: Routes) -> None:
         if self._notes is None:
             self._notes = self._groups.attempt(self._groups.new, self._groups.members)
@@ -71,7 +78,7 @@ class NcclCarrier(Carrier):
             name, post = f"sternway-{edge}", functools.partial(self._post, edge)
             if self._groups.rank == edge.source and edge not in self._outgoing:
                 tell = functools.partial(self._note, dist.isend, edge.target, tag)
-                self._outgoing[edge] = Outgoing(name, self._device, post, tell)
+                self._outgoing[edge] = Outgoing(name, self._device, post, tell, self._send_failed)
             elif self._groups.rank == edge.target and edge not in self._incoming:
                 hear = functools.partial(self._note, dist.irecv, edge.source, tag)
                 self._incoming[edge] = Incoming(name, self._device, post, hear)
