@@ -24,6 +24,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_lives.py": ("dist", "slow"),
     "pipeline/test_lost_rank.py": ("dist",),
     "pipeline/test_messages.py::test_more_than_62_tensors_in_one_message": ("dist",),
+    "pipeline/test_models_dist.py": ("dist", "slow"),
     "pipeline/test_no_barrier.py": ("dist",),
     "pipeline/test_numbers.py": ("dist",),
     "pipeline/test_numbers.py::test_compiled_stages": ("dist", "slow"),
