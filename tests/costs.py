@@ -21,6 +21,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_crew.py::test_two_processes_raise_the_same": ("dist",),
     "pipeline/test_demo_gpu.py": ("dist", "slow"),
     "pipeline/test_dist.py": ("dist",),
+    "pipeline/test_evaluate.py::test_two_processes": ("dist",),
     "pipeline/test_lives.py": ("dist", "slow"),
     "pipeline/test_lost_rank.py": ("dist",),
     "pipeline/test_messages.py::test_more_than_62_tensors_in_one_message": ("dist",),

@@ -50,8 +50,8 @@ class StepOptions:
     loss_everywhere: bool
     return_outputs: bool
     record: bool = False
-    join: bool = False  # the outputs, along the batch
     nonfinite: OnNonfinite | None = None
+    join: bool = False  # the outputs, along the batch
 
     def checksum(self) -> int:
         """A number that changes with what all ranks must agree on."""
