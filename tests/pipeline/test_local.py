@@ -342,7 +342,7 @@ def test_values_for_every_stage_and_ready_microbatches() -> None:
     torch.testing.assert_close(result.loss, expected.detach())
     expected.backward()
     assert_same_grads(nn.ModuleList(stages.values()), reference, rtol=1e-4, atol=1e-6)
-    with pytest.raises(PipelineError, match="must be a sequence of 3 with Presplit.*got 2 entries"):
+    with pytest.raises(PipelineError, match=r"must be a sequence of 3 with Presplit.*got 2 entries"):
         ready.step(x[:2], target=target, stage_kwargs={"scale": scale})
 
 
