@@ -160,6 +160,12 @@ def _agreed_layout(
     """Where the model can be cut: as the first rank finds, so that all decide alike."""
 
     def find() -> Layout:
+        if request.weights is not None and request.sample is None:
+            raise PipelineError(
+                "a model without weights needs a sample, on the first rank",
+                got="none",
+                fix="pass sample=, arguments of the model: one row",
+            )
         whole = model if request.weights is None else on_zeros(model)
         return lay_out(whole, request.sample, wanted=count, named=named or ())
 
