@@ -10,10 +10,16 @@ import pytest
 from typer.testing import CliRunner
 
 from browser import Browser
+from gloo import warm_up
 from sternway import cli
 from sternway.schedule import names
 
 SMALL = ("--dim", "16", "--layers", "4", "--steps", "3", "--microbatches", "4", "--compared-steps", "1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    warm_up()
 
 
 def _demo(*arguments: str, out: Path) -> str:
