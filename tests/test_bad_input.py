@@ -141,6 +141,13 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "profile": lambda v: pipeline.profile(v, X),
     "profile sample": lambda v: pipeline.profile(model(), v, repeats=1),
     "profile repeats": lambda v: pipeline.profile(model(), X, repeats=v),
+    "fit": lambda v: pipeline.fit(v, X, ranks=2, n_microbatches=2),
+    "fit sample": lambda v: pipeline.fit(model(), v, ranks=2, n_microbatches=2),
+    "fit ranks": lambda v: pipeline.fit(model(), X, ranks=v, n_microbatches=2),
+    "fit microbatches": lambda v: pipeline.fit(model(), X, ranks=2, n_microbatches=v),
+    "fit memory": lambda v: pipeline.fit(model(), X, ranks=2, n_microbatches=2, memory=v, schedule="1f1b"),
+    "fit schedule": lambda v: pipeline.fit(model(), X, ranks=2, n_microbatches=2, schedule=v),
+    "fit optimizer": lambda v: pipeline.fit(model(), X, ranks=2, n_microbatches=2, optimizer=v),
     "Chunk": lambda v: pipe(chunk=pipeline.Chunk(v)).step(X, target=X),
     "LocalTransport": pipeline.LocalTransport,
 }
@@ -155,6 +162,8 @@ VALID: dict[str, set[str]] = {
     "draw": {"None", "huge"},
     "Action stage": {"0", "huge"},
     "split grads": {"None"},
+    "fit memory": {"None", "0", "huge"},
+    "fit schedule": {"None"},
     "split inputs": set(JUNK) - {"tensor"},  # any nesting of anything; but one tensor alone must need a gradient
     "on_grads fn": {"function", "module", "type"},
     "graph.capture model": {"None", "module"},

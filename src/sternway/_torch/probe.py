@@ -31,6 +31,7 @@ Feature = Literal[
     "split.install",
     "graph",
     "pipeline",
+    "pipeline.fit",
 ]
 """What a user loses where a probe fails."""
 
@@ -47,6 +48,7 @@ _AREAS = (
     "distributed",
     "parallel",
     "modes",
+    "memory",
 )
 
 

@@ -12,7 +12,7 @@ from sternway.errors import SternwayError
 
 __all__ = ["app", "main"]
 
-COMMANDS = ("atlas", "demo", "doctor", "graph", "plan", "saved", "split")  # each is a function of _name.py
+COMMANDS = ("atlas", "demo", "doctor", "fit", "graph", "plan", "saved", "split")  # each is a function of _name.py
 
 
 class _Commands(typer.core.TyperGroup):

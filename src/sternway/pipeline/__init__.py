@@ -8,6 +8,7 @@ result = pipe.step(inputs, target=target)
 """
 
 from sternway.pipeline._pipeline import Pipeline
+from sternway.pipeline.build._fit import Fit, RankBytes, Way, fit
 from sternway.pipeline.build._plan import partition
 from sternway.pipeline.build._profile import Profile, profile
 from sternway.pipeline.checkpoint._saving import CheckpointWarning, Resumed, Saving
@@ -24,17 +25,21 @@ __all__ = [
     "CheckpointWarning",
     "Chunk",
     "DistTransport",
+    "Fit",
     "GradScaler",
     "LocalTransport",
     "Pipeline",
     "Presplit",
     "Profile",
+    "RankBytes",
     "Replicate",
     "Resumed",
     "Saving",
     "StepResult",
     "Transport",
+    "Way",
     "WithSkips",
+    "fit",
     "from_pretrained",
     "partition",
     "profile",

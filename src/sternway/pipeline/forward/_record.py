@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sternway._torch.memory import rng_state, same_values
 from sternway._torch.tensors import storage_id, version_of
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import tensors_in
@@ -182,9 +183,9 @@ class Recorder(Follower):
                 self.flow.batch_free.setdefault(leaf, self.segment)
             self._check_inside(tensor)
         before = [version_of(tensor) for tensor in tensors]
-        states = [torch.get_rng_state()]
+        state = rng_state()
         result = function(*args, **kwargs)
-        if not torch.equal(states[0], torch.get_rng_state()):
+        if state != rng_state():
             self._forbid(
                 f"{function_name(function)} draws random numbers outside of the model's modules, which no two ranks "
                 "would draw alike",
@@ -340,5 +341,5 @@ def untouched(*modules: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, version, value in before:
                     # batch norm writes its statistics without counting up their version
-                    if version_of(buffer) != version or not torch.equal(buffer, value):
+                    if version_of(buffer) != version or not same_values(buffer, value):
                         buffer.copy_(value)

@@ -1,0 +1,330 @@
+"""Will it fit? The memory of each rank, before anything is launched: no GPU, no weights, no data.
+
+The model runs once on tensors without memory, which know their shapes alone (``_weigh.py``). A rank holds its
+parameters, their gradients, the optimizer's state, and what the schedule's order of actions keeps of activations; the
+most is reached while some action runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sternway import schedule as schedules
+from sternway._bytes import parse_bytes, show_bytes
+from sternway._torch import require
+from sternway._torch.memory import without_memory
+from sternway._tree import replace_leaves
+from sternway.errors import PipelineError, ScheduleError, SternwayError
+from sternway.pipeline.build._partition import Layout, arguments_of, lay_out
+from sternway.pipeline.build._weigh import StageWeight, weigh
+from sternway.pipeline.forward._record import sample_runs
+from sternway.pipeline.step._microbatch import Microbatch
+from sternway.pipeline.step._stage import LossFn
+from sternway.schedule import Costs, Schedule
+
+OPTIMIZERS = {"none": 0.0, "sgd": 0.0, "momentum": 1.0, "adam": 2.0, "adamw": 2.0}
+"""How many times the bytes of the parameters that it trains an optimizer keeps."""
+
+_MESSAGES = 6  # on their way to and from a rank: asked for ahead, being read, not yet sent
+
+
+@dataclass(frozen=True, slots=True)
+class RankBytes:
+    """What one rank holds when it holds most.
+
+    Attributes:
+        stages: the stages of the rank.
+        parameters: parameters and buffers.
+        gradients: of the parameters.
+        optimizer: the optimizer's state.
+        activations: what F and I keep for later.
+        working: what the action that runs then takes beyond that, and messages.
+    """
+
+    stages: tuple[int, ...]
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.working
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to train: a schedule, with or without recomputation.
+
+    Attributes:
+        schedule: the order of actions.
+        recompute: whether repeated blocks run under activation checkpointing.
+        ranks: what each rank holds.
+        time: of a step, over that of the same work without idle time and without recomputation.
+    """
+
+    schedule: Schedule
+    recompute: bool
+    ranks: tuple[RankBytes, ...]
+    time: float
+
+    @property
+    def peak(self) -> int:
+        """The most bytes on any rank."""
+        return max(rank.total for rank in self.ranks)
+
+    def __str__(self) -> str:
+        return self.schedule.name + (", recomputing blocks" if self.recompute else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What ``fit`` found.
+
+    Attributes:
+        ways: the ways to train, the fastest first.
+        limit: the bytes that a rank has; None if no limit was given.
+        parameters: how many numbers the model's parameters hold.
+    """
+
+    ways: tuple[Way, ...]
+    limit: int | None
+    parameters: int
+
+    @property
+    def best(self) -> Way | None:
+        """The fastest way that fits; None if none does."""
+        return next((way for way in self.ways if self.fits(way)), None)
+
+    def fits(self, way: Way) -> bool:
+        """Whether no rank needs more than there is."""
+        return self.limit is None or way.peak <= self.limit
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: the fastest way that fits, or what the smallest one lacks."""
+        best = self.best
+        if best is not None:
+            of = "" if self.limit is None else f" of {show_bytes(self.limit)}"
+            return f"It fits: {best} needs {show_bytes(best.peak)}{of} on the fullest rank."
+        smallest = min(self.ways, key=lambda way: way.peak)
+        rank = max(smallest.ranks, key=lambda rank: rank.total)
+        kinds = {
+            name: getattr(rank, name) for name in ("parameters", "gradients", "optimizer", "activations", "working")
+        }
+        largest = max(kinds, key=lambda name: kinds[name])
+        return (
+            f"It does not fit: the smallest way, {smallest}, needs {show_bytes(smallest.peak)} of "
+            f"{show_bytes(self.limit or 0)}, most of it for {largest} ({show_bytes(kinds[largest])}). "
+            + ("Use smaller microbatches." if largest in ("activations", "working") else "Use more ranks.")
+        )
+
+    def __repr__(self) -> str:
+        rows = [("schedule", "fullest rank", "time", "")]
+        rows += [
+            (str(way), show_bytes(way.peak), f"{way.time:.2f}", "" if self.fits(way) else "too large")
+            for way in self.ways
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([self.verdict, *(f"  {line}" for line in lines)])
+
+
+def fit(
+    model: nn.Module | Callable[[], Any],
+    sample: Any = None,
+    *,
+    ranks: int,
+    n_microbatches: int,
+    memory: int | str | None = None,
+    schedule: str | None = None,
+    loss_fn: LossFn | None = None,
+    target: Any = None,
+    optimizer: str = "adamw",
+) -> Fit:
+    """Say how much memory each rank of a pipeline will need, without any of it.
+
+    Not counted: what CUDA and NCCL take for themselves, gaps between blocks of memory, and what the optimizer's step
+    takes for a moment.
+
+    Args:
+        model: the model, which may be on the meta device; or a function that returns it, or it and a sample. The
+            function is called under ``torch.device("meta")``, so that no weights are made.
+        sample: one microbatch: a tensor, a tuple of arguments, or a dict of keyword arguments. Its values do not
+            matter.
+        ranks: the number of ranks.
+        n_microbatches: how many microbatches a step has.
+        memory: what each rank has: bytes, or text such as "80GB".
+        schedule: the name of a schedule; all are tried by default.
+        loss_fn: the loss at the end; by default the model's own, or the sum of its output.
+        target: the target of the loss.
+        optimizer: "adamw", "adam", "momentum", "sgd" or "none": how much it keeps for each parameter.
+
+    Raises:
+        PipelineError: if the sample does not go through the model, or the model cannot be cut into so many stages.
+    """
+    require("pipeline.fit")
+    limit = None if memory is None else parse_bytes(memory, "memory", PipelineError)
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
+        raise PipelineError(
+            "optimizer must be one that is known", got=repr(optimizer), fix=f"pass one of {[*OPTIMIZERS]}"
+        )
+    names = schedules.names() if schedule is None else (schedule,)
+    plans = list(_plans(names, ranks, n_microbatches))
+    if not plans:
+        raise PipelineError(
+            "some schedule must be possible",
+            got=f"{ranks} ranks, {n_microbatches} microbatches",
+            fix="use more of both",
+        )
+    if not isinstance(model, nn.Module):
+        model, sample = _called(model, sample)
+    with without_memory():
+        made = _shadow(model)
+        arguments, keywords = arguments_of(replace_leaves(_blank, sample))
+        microbatch = Microbatch(arguments, keywords, target=0 if target is None else replace_leaves(_blank, target))
+        with sample_runs():
+            problem = _Problem(made, microbatch, loss_fn, OPTIMIZERS[optimizer])
+            ways = [way for recompute in (False, True) for way in problem.ways(plans, recompute)]
+        numbers = sum(parameter.numel() for parameter in made.parameters())
+    if not ways:
+        raise PipelineError(
+            f"the model must have at least {ranks} pieces that can be cut apart",
+            got=f"{len(problem.layout.points)}",
+            fix="use fewer ranks",
+        )
+    return Fit(tuple(sorted(ways, key=lambda way: way.time)), limit, numbers)
+
+
+def _plans(names: Sequence[str], ranks: int, microbatches: int) -> Iterator[Schedule]:
+    for name in names:
+        try:
+            yield schedules.make(name, ranks=ranks, microbatches=microbatches)
+        except ScheduleError:
+            if len(names) == 1:
+                raise
+
+
+def _called(build: Callable[[], Any], sample: Any) -> tuple[nn.Module, Any]:
+    """The model that a function makes, and the sample, if it makes that, too."""
+    PipelineError.unless(callable(build), "model must be an nn.Module, or a function that makes one", build, "pass one")
+    try:
+        with torch.device("meta"):
+            made = build()
+    except SternwayError:
+        raise
+    except Exception as error:
+        raise PipelineError(
+            'the function must run under torch.device("meta")',
+            got=f"{type(error).__name__}: {error}",
+            fix="make a model and a sample there, and read no values",
+        ) from error
+    model, *rest = made if isinstance(made, tuple) and made else (made,)
+    if len(rest) == 1 and sample is None:
+        sample = rest.pop()
+    if not isinstance(model, nn.Module) or rest or sample is None:
+        raise PipelineError(
+            "the function must return a model and a sample",
+            got=f"{type(made).__name__}{', and no sample' if isinstance(made, nn.Module) else ''}",
+            fix="return model, sample",
+        )
+    return model, sample
+
+
+class _Problem:
+    """A model without memory, and one microbatch."""
+
+    def __init__(self, model: nn.Module, microbatch: Microbatch, loss_fn: LossFn | None, kept: float) -> None:
+        self._model, self._microbatch, self._loss_fn, self._kept = model, microbatch, loss_fn, kept
+        sample = microbatch.keywords or microbatch.arguments
+        self.layout: Layout = lay_out(model, sample, wanted=2)
+        self._costs = [
+            sum(a.flops for a in each.actions.values()) for each in self._weights(range(len(self.layout.names)))
+        ]
+        self._ideal = 0.0
+
+    def ways(self, plans: Sequence[Schedule], recompute: bool) -> Iterator[Way]:
+        """One way for each schedule that places as many stages as the model can be cut into."""
+        if recompute and not _recompute_blocks(self._model, self.layout):
+            return
+        for count in sorted({plan.num_stages for plan in plans}):
+            if count > len(self._costs):
+                continue
+            weights = self._weights(self.layout.balanced(self._costs, count))
+            if not recompute:
+                self._ideal = sum(each.actions[op].flops for each in weights for op in ("F", "I", "W"))
+            for plan in plans:
+                if plan.num_stages == count:
+                    yield self._way(plan, weights, recompute)
+
+    def _weights(self, starts: Sequence[int]) -> list[StageWeight]:
+        return weigh(self.layout.cut(self._model, starts).parts(), self._microbatch, self._loss_fn or _total)
+
+    def _way(self, plan: Schedule, weights: list[StageWeight], recompute: bool) -> Way:
+        costs = Costs(**{op: [float(each.actions[op].flops) for each in weights] for op in "FIWB"})  # type: ignore[index,arg-type]
+        ideal = self._ideal * plan.n_microbatches / plan.ranks
+        ranks = tuple(self._rank(plan, rank, weights) for rank in range(plan.ranks))
+        return Way(plan, recompute, ranks, plan.simulate(costs).period / ideal)
+
+    def _rank(self, plan: Schedule, rank: int, weights: list[StageWeight]) -> RankBytes:
+        mine = [weights[stage] for stage in plan.placement[rank]]
+        held, most = 0, (0, 0)
+        for action in (action for step in plan.actions[rank] for action in step.actions):
+            each = weights[action.stage].actions[action.op]
+            most = max(most, (held + each.peak, held))
+            held += each.left
+        gradients = sum(each.gradients for each in mine)
+        messages = _MESSAGES * max(each.message for each in mine)
+        return RankBytes(
+            plan.placement[rank],
+            sum(each.parameters for each in mine),
+            gradients,
+            int(self._kept * gradients),
+            most[1],
+            most[0] - most[1] + messages,
+        )
+
+
+def _total(output: Any, target: Any) -> Tensor:
+    """A loss by default: the model's own, or the sum of all outputs that require gradients."""
+    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    if isinstance(own, Tensor):
+        return own
+    tensors: list[Tensor] = []
+    replace_leaves(lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None, output)
+    return torch.stack([tensor.float().sum() for tensor in tensors if tensor.requires_grad]).sum()
+
+
+def _blank(leaf: Any) -> Any:
+    """A tensor of the same shape, without memory."""
+    return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+def _shadow(model: nn.Module) -> nn.Module:
+    """A copy of a model whose parameters, buffers and other tensors are without memory."""
+    held = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+    memo: dict[int, Any] = {id(tensor): _blank(tensor) for tensor in (*model.buffers(), *held)}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(_blank(parameter), requires_grad=parameter.requires_grad)
+    return copy.deepcopy(model, memo)
+
+
+def _recompute_blocks(model: nn.Module, layout: Layout) -> bool:
+    """Put the blocks that a model repeats under activation checkpointing; whether there are some."""
+    pieces = {name: model.get_submodule(name) for name, _ in layout.calls}
+    kinds = Counter(type(module) for module in pieces.values())
+    blocks = [module for module in pieces.values() if kinds[type(module)] > 1]
+    for block in blocks:
+        plain = block.forward
+        block.forward = functools.partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=False)
+    return bool(blocks)

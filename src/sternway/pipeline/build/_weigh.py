@@ -1,0 +1,142 @@
+"""How many bytes and operations do F, I, W and B of each stage take? Counted on tensors without memory.
+
+Stages are run one by one. What a stage receives is a copy, as it is between ranks. Stages that look alike, with the
+same parameters' shapes and the same messages, are counted once: of a model of eighty equal blocks, a few stages are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from sternway._storage import storage_bytes
+from sternway._torch.memory import OperationCounter
+from sternway.pipeline.step._microbatch import Microbatch
+from sternway.pipeline.step._stage import LossFn, Stage
+from sternway.pipeline.transport._payload import Payload, Spec
+
+Op = Literal["F", "I", "W", "B"]
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class ActionWeight:
+    """What an action takes.
+
+    Attributes:
+        peak: the most bytes while it runs, beyond those that were there before.
+        left: the bytes that it leaves beyond those; fewer than none if it frees some.
+        flops: its floating-point operations, those that are done again included.
+    """
+
+    peak: int
+    left: int
+    flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageWeight:
+    """What a stage takes for one microbatch.
+
+    Attributes:
+        parameters: the bytes of its parameters and buffers.
+        gradients: those of the gradients of its parameters.
+        message: the bytes of what it receives in F.
+        actions: what F, I, W and B take.
+    """
+
+    parameters: int
+    gradients: int
+    message: int
+    actions: dict[Op, ActionWeight]
+
+
+def weigh(parts: Sequence[nn.Module], microbatch: Microbatch, loss_fn: LossFn | None) -> list[StageWeight]:
+    """What each stage takes. Its tensors must be without memory."""
+    known: dict[Any, StageWeight] = {}
+    received: dict[str, Spec] = {}
+    found = []
+    for index, part in enumerate(parts):
+        is_last = index == len(parts) - 1
+        scale = _Scale(Stage(index, part, is_last=is_last, loss_fn=loss_fn if is_last else None), microbatch, received)
+        looks = _looks(part, received, is_last)
+        if looks not in known:
+            known[looks] = scale.weigh()
+        found.append(known[looks])
+        received = scale.sent()
+    return found
+
+
+def _looks(part: nn.Module, received: dict[str, Spec], is_last: bool) -> Any:
+    """What decides how much a stage takes: its modules, its parameters' shapes, and what it receives."""
+    modules = tuple(type(module).__qualname__ for module in part.modules())
+    tensors = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in (*part.parameters(), *part.buffers()))
+    return modules, tensors, tuple((name, spec.tensors) for name, spec in received.items()), is_last
+
+
+class _Scale:
+    """Weighs one stage."""
+
+    def __init__(self, stage: Stage, microbatch: Microbatch, received: dict[str, Spec]) -> None:
+        self._stage, self._microbatch, self._received = stage, microbatch, received
+        self._counter = OperationCounter()
+        self._sent: dict[str, Spec] = {}
+
+    def sent(self) -> dict[str, Spec]:
+        """What the stage sends in F."""
+        if not self._sent:
+            self._forward()
+            self._stage.clear()
+        return self._sent
+
+    def weigh(self) -> StageWeight:
+        """What the stage takes."""
+        module, actions = self._stage.module, dict[Op, ActionWeight]()
+        with self._counter:
+            for action in (self._forward, self._input, self._weight):  # now there are gradients to add to
+                action()
+            actions["F"] = self._action(self._forward)
+            actions["I"] = self._action(self._input)
+            actions["W"] = self._action(self._weight)
+            self._forward()
+            actions["B"] = self._action(self._whole)
+        parameters = list(module.parameters())
+        gradients = storage_bytes(p for p in parameters if p.requires_grad)
+        for parameter in parameters:
+            parameter.grad = None
+        self._stage.clear()
+        message = sum(each.nbytes for spec in self._received.values() for each in _empty(spec))
+        kept = storage_bytes([*parameters, *module.buffers()])
+        return StageWeight(kept, gradients, message, actions)
+
+    def _action(self, run: Callable[[], None]) -> ActionWeight:
+        counter = self._counter
+        before = counter.peak = counter.now
+        counter.flops = 0
+        run()
+        return ActionWeight(counter.peak - before, counter.now - before, counter.flops)
+
+    def _forward(self) -> None:
+        received: dict[str, Payload] = {name: (spec, _empty(spec)) for name, spec in self._received.items()}
+        sent = self._stage.forward(0, self._microbatch, received, keep_output=False)
+        self._sent = {name: spec for name, (spec, _) in sent.items()}
+
+    def _input(self) -> None:
+        self._stage.backward_input(0, self._gradients())
+
+    def _weight(self) -> None:
+        self._stage.backward_weight(0)
+
+    def _whole(self) -> None:
+        self._stage.backward(0, self._gradients())
+
+    def _gradients(self) -> dict[str, list[Tensor]]:
+        return {name: _empty(spec.gradients()) for name, spec in self._sent.items()}
+
+
+def _empty(spec: Spec) -> list[Tensor]:
+    return [each.empty(_CPU) for each in spec.tensors]

@@ -1,0 +1,116 @@
+"""Will it fit? What is predicted on tensors without memory, beside what real runs hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import LlamaBlock, gpt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gloo import on_ranks
+from sternway import pipeline
+from sternway._torch.memory import OperationCounter
+from sternway.demo import GPT
+from sternway.errors import PipelineError, ScheduleError
+from sternway.pipeline import Pipeline
+
+DIM = 32
+NAMES = ("1f1b", "zb-h2", "zb-v")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return gpt(DIM, 8)
+
+
+def sample() -> Tensor:
+    return torch.randn(4, 16, DIM)
+
+
+def hold_what_was_predicted(rank: int) -> None:
+    for name in NAMES:
+        x = sample()
+        found = pipeline.fit(model(), x, ranks=2, n_microbatches=6, schedule=name, loss_fn=F.mse_loss, target=x)
+        way = next(way for way in found.ways if not way.recompute)
+        pipe = Pipeline(model(), schedule=name, n_microbatches=6, loss_fn=F.mse_loss)
+        batch = torch.randn(24, 16, DIM)
+        pipe.step(batch, target=batch, record=False)
+        with OperationCounter() as counter:
+            pipe.step(batch, target=batch, record=False)  # now it knows what was there before
+            before = counter.peak = counter.now
+            pipe.step(batch, target=batch, record=False)
+        pipe.close()
+        each = way.ranks[rank]
+        held = each.activations + each.working
+        assert counter.peak - before == pytest.approx(held, rel=0.03), (name, counter.peak - before, each)
+        assert each.parameters == sum(p.nbytes for p in pipe.parameters())
+
+
+def test_two_processes_hold_what_was_predicted() -> None:
+    on_ranks(2, hold_what_was_predicted)
+
+
+def test_kinds_of_memory_add_up() -> None:
+    found = pipeline.fit(model, sample(), ranks=2, n_microbatches=4, schedule="1f1b", memory="1GB")
+    count = sum(p.numel() for p in model().parameters())
+    assert found.parameters == count
+    best = found.best
+    assert best is not None
+    assert sum(rank.parameters for rank in best.ranks) == 4 * count
+    assert all(rank.gradients == rank.parameters and rank.optimizer == 2 * rank.parameters for rank in best.ranks)
+    assert best.ranks[0].activations > best.ranks[1].activations  # the first rank of 1F1B holds more microbatches
+    assert "It fits: 1f1b needs" in str(found)
+
+
+def test_recomputation_holds_less_and_takes_longer() -> None:
+    found = pipeline.fit(model, sample(), ranks=2, n_microbatches=4, schedule="1f1b")
+    plain, again = sorted(found.ways, key=lambda way: way.recompute)
+    assert (plain.recompute, again.recompute) == (False, True)
+    assert again.peak < plain.peak
+    assert again.time > plain.time
+
+
+def test_what_does_not_fit_says_what_is_lacking() -> None:
+    found = pipeline.fit(model, sample(), ranks=2, n_microbatches=4, memory=1000)
+    assert found.best is None
+    assert "It does not fit: the smallest way" in found.verdict
+    assert "too large" in str(found)
+
+
+def test_a_large_model_takes_no_memory() -> None:
+    """Over a billion parameters, in half precision."""
+
+    def build() -> tuple[nn.Module, Tensor]:
+        layers = [LlamaBlock(4096, 32, 8) for _ in range(4)]
+        return nn.Sequential(nn.Embedding(128_000, 4096), *layers).to(torch.bfloat16), torch.zeros(1, 2048).long()
+
+    found = pipeline.fit(build, ranks=4, n_microbatches=8, schedule="zb-h1", memory="80GB")
+    assert found.parameters > 1e9
+    assert found.best is not None
+    assert all(rank.total > 2**30 for rank in found.best.ranks)
+
+
+def test_a_whole_gpt_with_its_own_forward() -> None:
+    def build() -> tuple[nn.Module, Tensor]:
+        return GPT(vocabulary=97, dim=64, heads=4, layers=4, length=32), torch.zeros(2, 32).long()
+
+    found = pipeline.fit(build, ranks=2, n_microbatches=4)
+    assert {way.schedule.name for way in found.ways} >= {"1f1b", "zb-h1", "zb-v"}
+    assert [way.time for way in found.ways] == sorted(way.time for way in found.ways)
+    assert all(way.time >= 1 for way in found.ways)
+
+
+def test_errors() -> None:
+    with pytest.raises(PipelineError, match="the function must return a model and a sample; got Sequential, and no"):
+        pipeline.fit(model, ranks=2, n_microbatches=4)
+    with pytest.raises(PipelineError, match="optimizer must be one that is known; got 'adamax'"):
+        pipeline.fit(model, sample(), ranks=2, n_microbatches=4, optimizer="adamax")
+    with pytest.raises(PipelineError, match="memory must be a size; got 'lots'"):
+        pipeline.fit(model, sample(), ranks=2, n_microbatches=4, memory="lots")
+    with pytest.raises(ScheduleError, match="nope"):
+        pipeline.fit(model, sample(), ranks=2, n_microbatches=4, schedule="nope")
+    with pytest.raises(PipelineError, match="the sample must go through the model"):
+        pipeline.fit(model, torch.zeros(3, 3), ranks=2, n_microbatches=4)
+    with pytest.raises(PipelineError, match="at least 64 pieces that can be cut apart; got 8"):
+        pipeline.fit(model, sample(), ranks=64, n_microbatches=64, schedule="1f1b")
