@@ -179,6 +179,9 @@ def test_the_command_without_a_target_runs_the_demo(tmp_path: Path) -> None:
 
 
 def test_the_command_says_what_is_wrong(mine: str) -> None:
-    result = CliRunner().invoke(cli.app, ["saved", f"{mine}:wrong"])
-    assert isinstance(result.exception, SavedError)
-    assert "the function must return a loss, or a model and a sample; got a int" in str(result.exception)
+    text = _run(f"{mine}:wrong", code=2)
+    assert "the function must return a loss, or a model and a sample; got a int" in text
+    text = _run(f"{mine}:parts", "--to", "moon", code=2)
+    assert "--to must be cpu, disk or none; got 'moon'" in text
+    text = _run(f"{mine}:parts", "--to", "disk", "--where", "blocks.*", code=2)
+    assert "--where must match a module that saves tensors; got 'blocks.*'. Fix: choose from 0, 1, 2" in text
