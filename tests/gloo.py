@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import forkserver
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ GRACE = 30.0
 """So many seconds have the other ranks after one has failed."""
 
 
-PRELOADED = ["torch", "torch.distributed.checkpoint", "sternway.pipeline", "hypothesis", "pytest"]
-"""What the warm process imports. Tests that need more append to it before the first process starts."""
+PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "sternway.pipeline", "hypothesis", "pytest"]
+"""What the warm process imports: Dynamo too, since every optimizer does. Tests that need more append to it before the
+first process starts."""
 
 
 def processes() -> Any:
@@ -29,6 +31,12 @@ def processes() -> Any:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+def warm_up() -> None:
+    """Start the warm process, for code that has a list of its own of what to import: the first one counts."""
+    processes()
+    forkserver.ensure_running()
 
 
 def free_port() -> int:

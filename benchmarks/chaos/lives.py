@@ -62,7 +62,7 @@ class Life:
 def context() -> Any:
     """Where processes are forked from."""
     found = mp.get_context("forkserver")
-    found.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "sternway.pipeline", "chaos.lives"])
+    found.set_forkserver_preload(["torch._dynamo", "torch.distributed.checkpoint", "sternway.pipeline", "chaos.lives"])
     return found
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -118,10 +119,10 @@ SCHEDULES = ("1f1b", "zb-h1", "zb-v")
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("saved", [(4, "zb-v"), (2, "1f1b"), (1, "zb-h1")])
-def test_the_matrix(saved: tuple[int, str], tied: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", [(4, "zb-v"), (2, "1f1b"), (1, "zb-h1")])
+def test_the_matrix(by: tuple[int, str], tied: bool, tmp_path: Path) -> None:
     """Saved with some ranks and schedule, resumed with every other: the same losses as one that went on by itself."""
-    pipe = pipe_of(gpt(tied), *saved)
+    pipe = pipe_of(gpt(tied), *by)
     optimizer = adamw(pipe)
     train(pipe, optimizer, 0, 2)
     pipe.save(tmp_path, optimizer, 2)
@@ -132,7 +133,7 @@ def test_the_matrix(saved: tuple[int, str], tied: bool, tmp_path: Path) -> None:
             theirs = adamw(other)
             assert other.resume(tmp_path, theirs).step == 2
             losses = train(other, theirs, 2, 4)
-            if (ranks, schedule) == saved:
+            if (ranks, schedule) == by:
                 assert losses == expected
             assert losses == pytest.approx(expected, rel=1e-4), (ranks, schedule)
 
@@ -266,15 +267,23 @@ def test_a_kill_between_any_two_changes_of_the_folder(tmp_path: Path, monkeypatc
         pipe.save(tmp_path, optimizer, 2)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two checkpoints; a test that damages them takes a copy."""
+    folder = tmp_path_factory.mktemp("saved")
+    pipe = pipe_of(gpt())
+    optimizer = adamw(pipe)
+    train(pipe, optimizer, 0, 1)
+    for step in (1, 2):
+        pipe.save(folder, optimizer, step)
+    return folder
+
+
 class TestDamage:
     @pytest.fixture
-    def pipe(self, tmp_path: Path) -> Pipeline:
-        pipe = pipe_of(gpt())
-        optimizer = adamw(pipe)
-        train(pipe, optimizer, 0, 1)
-        for step in (1, 2):
-            pipe.save(tmp_path, optimizer, step)
-        return pipe
+    def pipe(self, saved: Path, tmp_path: Path) -> Pipeline:
+        shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+        return pipe_of(gpt())
 
     @pytest.mark.parametrize("name", ["manifest.json", "run.pt", ".metadata", "__0_0.distcp"])
     @pytest.mark.parametrize("damage", ["gone", "shorter", "changed", "empty"])

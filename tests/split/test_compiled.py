@@ -403,20 +403,20 @@ def test_w_under_autocast_computes_as_it_was_compiled() -> None:
     assert_same_grads(model, reference)
 
 
-def test_retain_graph_and_a_second_backward() -> None:
-    for inner in ("eager", "inductor"):
-        torch._dynamo.reset()
-        model = Mlp()
-        fast, reference, x = compiled(model, inner), twin(model)[0], torch.randn(5, 4)
-        for which in (fast, reference):
-            which(x).sum().backward()
-            y = which(x).square().sum()
-            y.backward(retain_graph=True)
-            y.backward()
-        assert_same_grads(model, reference)
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_retain_graph_and_a_second_backward(inner: str) -> None:
+    model = Mlp()
+    fast, reference, x = compiled(model, inner), twin(model)[0], torch.randn(5, 4)
+    for which in (fast, reference):
+        which(x).sum().backward()
+        y = which(x).square().sum()
+        y.backward(retain_graph=True)
+        y.backward()
+    assert_same_grads(model, reference)
 
 
-def test_gradients_share_no_memory() -> None:
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_gradients_share_no_memory(inner: str) -> None:
     class Sum(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -425,14 +425,12 @@ def test_gradients_share_no_memory() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + self.a + self.b
 
-    for inner in ("eager", "inductor"):
-        torch._dynamo.reset()
-        model, x, g = Sum(), torch.zeros(3, requires_grad=True), torch.ones(3)
-        grad, pending = split.backward_input(compiled(model, inner)(x), g, x)
-        pending.run()
-        pointers = {tensor.data_ptr() for tensor in (grad, model.a.grad, model.b.grad)}
-        assert len(pointers) == 3
-        assert g.data_ptr() not in pointers - {grad.data_ptr()}
+    model, x, g = Sum(), torch.zeros(3, requires_grad=True), torch.ones(3)
+    grad, pending = split.backward_input(compiled(model, inner)(x), g, x)
+    pending.run()
+    pointers = {tensor.data_ptr() for tensor in (grad, model.a.grad, model.b.grad)}
+    assert len(pointers) == 3
+    assert g.data_ptr() not in pointers - {grad.data_ptr()}
 
 
 def test_what_waits_is_freed_and_counted() -> None:

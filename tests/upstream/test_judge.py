@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import judge
@@ -31,11 +32,21 @@ class TestSmall(unittest.TestCase):
 """
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("test")
+    (folder / "test_small.py").write_text(SUITE)
+    return folder
+
+
+RUN = cache(judge.run)  # four processes: two judgements of the same run are as good
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "test_small.py").write_text(SUITE)
+def folder(small: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(judge, "SUITES", [Suite("split", ("test_small.py",)), Suite("split", ("test_absent.py",))])
-    return tmp_path
+    monkeypatch.setattr(judge, "run", RUN)
+    return small
 
 
 def _explained(folder: Path, *tests: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import statistics
 import sys
 import time
@@ -27,6 +28,7 @@ def run(rank: int, port: int, options: DemoOptions, reports: Any) -> None:
 
     A rank that fails puts ("error", text, traceback).
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     torch.set_num_threads(1)
     device = take_device(options.device, rank, options.ranks)
     store = TCPStore("127.0.0.1", port, is_master=False)

@@ -62,7 +62,8 @@ def train(options: DemoOptions, progress: Callable[[int, str], None] = lambda st
     """
     from sternway.demo._rank import run
 
-    context: Any = torch.multiprocessing.get_context("spawn")
+    context: Any = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([run.__module__])  # torch is imported once, not by every process
     reports = context.SimpleQueue()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a free port, held from here on
     processes = [

@@ -59,7 +59,8 @@ class Pipeline:
         sample: for a whole model, one microbatch, to find what crosses the cuts and to measure costs; a tensor, a tuple
             of arguments, or a dict of keyword arguments. Needed on the first rank only.
         sample_target: its target, to measure the loss, too.
-        memory_limit: how many microbatches' activations a rank may keep; for "auto", twice the ranks by default.
+        memory_limit: how many microbatches' activations a rank may keep, as F leaves them; for "auto", twice the ranks
+            by default, of what I leaves if that is more.
         ranks: the number of ranks; the transport's by default.
         transport: ``DistTransport()`` over all processes by default.
         tied: groups of names of parameters that are one parameter: gradients are summed, values kept equal.

@@ -218,7 +218,9 @@ def _schedule(request: BuildRequest, costs: Costs, stages_per_rank: int = 1) -> 
         costs,
         ranks=ranks,
         microbatches=microbatches,
-        memory_limit=float(2 * ranks) if request.memory_limit is None else request.memory_limit,
+        memory_limit=2 * ranks * max(1.0, costs.memory_after_I)
+        if request.memory_limit is None
+        else request.memory_limit,
         stages_per_rank=stages_per_rank,
     )
 
