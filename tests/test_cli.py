@@ -17,7 +17,6 @@ import sternway._torch
 from sternway import cli
 from sternway._torch import Probe
 from sternway.cli import _doctor
-from sternway.errors import GraphError, SplitError
 
 PROBES = sternway._torch.all_probes()
 
@@ -197,16 +196,24 @@ def test_graph_of_the_example(tmp_path: Path) -> None:
 def test_graph_says_what_is_wrong_with_a_target(target: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def right(): ...\ndef wrong(): return 3\n")
-    result = CliRunner().invoke(cli.app, ["graph", target.replace("FILE", str(file))])
-    assert isinstance(result.exception, GraphError)
-    assert message in str(result.exception)
+    assert message in _run("graph", target.replace("FILE", str(file)), code=2)
 
 
-def test_an_error_of_ours_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def fail() -> None:
-        raise SplitError("a rule", got="this", fix="that")
+def test_what_fails_is_one_line_and_with_debug_a_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def fails(): return 1 / 0\n")
+    text = _run("graph", f"{file}:fails", code=1)
+    got = f"ZeroDivisionError: division by zero at {file}:1"
+    assert text == f"error: {file}:fails failed; got {got}. Fix: correct the code there\n"
+    told = _run("graph", f"{file}:fails", "--debug", code=1)
+    assert told.endswith(text)
+    assert told.startswith("Traceback")
+    assert "def fails(): return 1 / 0" in told
 
-    monkeypatch.setattr(cli, "app", fail)
-    with pytest.raises(SystemExit, match="2"):
-        cli.main()
-    assert capsys.readouterr().err == "error: a rule; got this. Fix: that\n"
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_doctor, "doctor", interrupted)
+    assert _run("doctor", code=130) == "interrupted\n"

@@ -204,7 +204,9 @@ def _design(path: str, text: str, claims: Claims) -> None:
 
 
 def _usage(path: str, sections: dict[str, str], claims: Claims) -> None:
-    excerpt = re.compile(r"^\[?`([^`]+)`(?:\]\([^)]*\))? at " + _AT.pattern + r"\n\n(```+)python\n(.*?)\n\4$", re.M | re.S)
+    excerpt = re.compile(
+        r"^\[?`([^`]+)`(?:\]\([^)]*\))? at " + _AT.pattern + r"\n\n(```+)python\n(.*?)\n\4$", re.M | re.S
+    )
     for name, by, line, _, text in excerpt.findall(sections.get("Usage examples", "")):
         claims["usage excerpt"].add((path, name, _unescaped(by), int(line), text))
     for row in _tables(sections.get("Testing", "")):

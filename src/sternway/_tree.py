@@ -29,18 +29,43 @@ def children(tree: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
+_LEAVES = (Tensor, type(None), int, float, bool, str)  # the usual ones, known by their type alone
+
+
 def leaves(tree: Any) -> Iterator[Any]:
     """Every leaf, left to right."""
-    parts = children(tree)
-    if parts is None:
-        yield tree
+    found: list[Any] = []
+    _gather(tree, found)
+    return iter(found)
+
+
+def _gather(tree: Any, found: list[Any]) -> None:
+    kind = type(tree)
+    if kind in _LEAVES:
+        found.append(tree)
+    elif kind is tuple or kind is list:
+        for part in tree:
+            _gather(part, found)
+    elif kind is dict:
+        for part in tree.values():
+            _gather(part, found)
     else:
-        for _, part in parts:
-            yield from leaves(part)
+        parts = children(tree)
+        if parts is None:
+            found.append(tree)
+        for _, part in parts or ():
+            _gather(part, found)
 
 
 def replace_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """A tree of the same shape, with ``function(leaf)`` in place of each leaf."""
+    kind = type(tree)
+    if kind in _LEAVES:
+        return function(tree)
+    if kind is tuple or kind is list:
+        return kind([replace_leaves(function, part) for part in tree])
+    if kind is dict:
+        return {key: replace_leaves(function, part) for key, part in tree.items()}
     parts = children(tree)
     if parts is None:
         return function(tree)

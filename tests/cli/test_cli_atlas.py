@@ -48,6 +48,17 @@ def test_include(tmp_path: Path) -> None:
     assert json.loads(text)["files"] == 2
 
 
+def test_patterns_that_match_nothing_are_an_error_and_write_nothing(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.py").write_text("")
+    arguments = ["atlas", str(tmp_path / "src"), "--out", str(tmp_path / "out"), "--include", "*.zig"]
+    for more in ([], ["--check"]):
+        result = CliRunner().invoke(app, [*arguments, *more])
+        assert result.exit_code == 2
+        assert result.stderr.strip().startswith("error: --include must match a file below SOURCE; got '*.zig'. Fix: ")
+    assert not (tmp_path / "out").exists()
+
+
 def test_it_starts_without_torch() -> None:
     code = "import sys, sternway.cli, sternway.cli._atlas, sternway.atlas; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -3,20 +3,17 @@
 import json
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from sternway import schedule
-from sternway.cli._plan import parse_costs, plan
+from sternway.cli import app
+from sternway.cli._plan import parse_costs
 from sternway.errors import ScheduleError
 from sternway.schedule import Costs
 
-APP = typer.Typer()
-APP.command()(plan)
-
 
 def run(*args):
-    return CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(APP, list(map(str, args)))
+    return CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(app, ["plan", *map(str, args)])
 
 
 def test_the_comparison():
@@ -114,7 +111,7 @@ def test_checking_a_broken_file(tmp_path):
 
 def test_a_file_that_is_not_there(tmp_path):
     result = run("--check", tmp_path / "none.csv")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "error: the schedule file cannot be read; got" in result.stderr
 
 
@@ -151,7 +148,7 @@ def test_costs_that_are_none(text, message):
     with pytest.raises(ScheduleError, match=message):
         parse_costs(text)
     result = run("--ranks", 2, "--microbatches", 2, "--costs", text)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.stderr
 
 

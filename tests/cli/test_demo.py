@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +17,7 @@ from typer.testing import CliRunner
 
 from browser import Browser
 from gloo import warm_up
-from sternway import cli
+from sternway import cli, schedule
 from sternway.schedule import names
 
 SMALL = ("--dim", "16", "--layers", "4", "--steps", "3", "--microbatches", "4", "--compared-steps", "1")
@@ -57,10 +63,62 @@ def test_prints_a_table_with_the_schedule_that_is_fastest_here(tmp_path: Path) -
     assert any(f"sternway {name}" in text for name in (*names(), "search"))
 
 
-def test_says_what_failed_in_a_process(tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli.app, ["demo", *SMALL, "--schedule", "no-such", "--out", str(tmp_path)])
-    assert result.exit_code == 1
-    assert "no-such" in str(result.exception)
+@pytest.mark.parametrize("name", ["nope", "dualpipe-v"])
+def test_a_schedule_that_cannot_be_made_is_one_line(name: str, tmp_path: Path) -> None:
+    arguments = ["demo", *SMALL, "--schedule", name, "--microbatches", "1", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(cli.app, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "sternway", "demo", *SMALL, *arguments]
+
+
+def test_what_fails_in_a_process_is_one_line_and_with_debug_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(schedule, "make", lambda *args, **options: None)  # so that the ranks find the mistake
+    arguments = ["demo", *SMALL, "--schedule", "nope", "--device", "cpu", "--out", str(tmp_path / "out")]
+    short, long = (CliRunner().invoke(cli.app, [*arguments, *more]) for more in ([], ["--debug"]))
+    assert short.exit_code == long.exit_code == 1
+    assert short.stderr.strip().startswith("error: a process of the demo failed; got rank ")
+    assert "Traceback" not in short.stderr + capfd.readouterr().err
+    assert "_rank.py" in long.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def children(process: int) -> list[int]:
+    with suppress(OSError):  # it may be gone
+        return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    return []
+
+
+def is_running(process: int) -> bool:
+    with suppress(OSError):
+        return bool(Path(f"/proc/{process}/cmdline").read_bytes())
+    return False
+
+
+@pytest.mark.parametrize("more", [[], ["--chaos"]], ids=["demo", "chaos"])
+def test_ctrl_c_is_one_line_and_leaves_nothing(more: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = command("--steps", "1000000", "--device", "cpu", "--out", str(out), *more)
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    started: list[int] = []
+    while len(started) < 2:
+        assert process.poll() is None
+        started = [rank for child in children(process.pid) for rank in children(child)]
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stdout, stderr.strip()) == (130, "", "interrupted")
+    assert not any(is_running(rank) for rank in started)
+    assert not out.exists()
 
 
 def test_the_report_shows_the_step_the_loss_and_the_memory(

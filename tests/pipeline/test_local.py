@@ -308,6 +308,23 @@ def test_evaluate_and_outputs() -> None:
     torch.testing.assert_close(torch.cat(trained.outputs), expected)
 
 
+def test_a_stage_that_begins_in_place_is_told_what_to_do() -> None:
+    class OnView(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            x[:, :4].mul_(2)
+            return x
+
+    x = torch.randn(4, DIM)
+    for second in (nn.Sequential(nn.ReLU(inplace=True), nn.Linear(DIM, DIM)), OnView()):
+        stages = {0: nn.Linear(DIM, DIM), 1: second}
+        pipe = Pipeline(
+            stages, schedule="1f1b", n_microbatches=2, ranks=2, loss_fn=lambda y, _: y.mean(),
+            transport=LocalTransport(),
+        )  # fmt: skip
+        with pytest.raises(PipelineError, match=r"stage 1 changes in place what it received.*Fix: change a copy"):
+            pipe.step(x, target=x)
+
+
 def test_values_for_every_stage_and_ready_microbatches() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

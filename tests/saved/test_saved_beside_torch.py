@@ -204,6 +204,7 @@ def test_disabling_inside_hooks_is_refused_too(graph: ModuleType) -> None:
     torch.ones(3, requires_grad=True).exp()
 
 
+@pytest.mark.filterwarnings("ignore:saved.offload moved nothing")
 def test_forbid_refuses_every_policy() -> None:
     for policy in (saved.compress("int8"), saved.keep(), saved.mutable(), moving(), saved.offload()):
         with saved.forbid("not here"), pytest.raises(SavedError, match=r"^not here$"), policy:

@@ -49,6 +49,7 @@ def test_what_is_packed_comes_back_as_the_object_that_it_was(graph: ModuleType) 
     assert {id(value) for value in got} == {id(value) for value in made}
 
 
+@pytest.mark.filterwarnings("ignore:saved.offload moved nothing")
 def test_also_where_the_pair_is_in_a_block_of_ours() -> None:
     """A policy around that does not move the tensor hands back the object too."""
     got: list[Any] = []

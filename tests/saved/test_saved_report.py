@@ -83,6 +83,24 @@ def test_json() -> None:
     assert [row["module"] for row in record["modules"]] == ["first", "Two", "second"]
 
 
+def test_a_policy_that_moves_nothing_says_so_once(tmp_path: Path) -> None:
+    policies = {
+        r"already there .*Fix: pass to=\"disk\"": saved.offload(min_bytes=0),
+        r"small .*Fix: pass a smaller min_bytes": saved.offload(to="disk", directory=tmp_path),
+        r"elsewhere .*Fix: pass where=": saved.offload(to="disk", directory=tmp_path, min_bytes=0, where="third"),
+    }
+    for match, policy in policies.items():
+        with policy:
+            torch.ones(2)  # nothing is saved, so nothing can be said
+        with pytest.warns(UserWarning, match=rf"saved.offload moved nothing; skipped: .*{match}"):
+            _step(policy)
+        _step(policy)
+    _step(saved.offload(to="disk", directory=tmp_path, min_bytes=0))
+    _step(saved.offload(to="disk", directory=tmp_path, min_bytes=0, budget="auto"))
+    _step(saved.offload(), saved.keep())
+
+
+@pytest.mark.filterwarnings("ignore:saved.offload moved nothing")
 def test_reasons() -> None:
     assert set(_step(moving(min_bytes=200)).skipped) == {"parameter", "small"}
     assert set(_step(moving(where="first")).skipped) == {"parameter", "elsewhere"}
@@ -178,7 +196,11 @@ def test_the_command_without_a_target_runs_the_demo(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.filterwarnings("ignore:saved.offload moved nothing")
 def test_the_command_says_what_is_wrong(mine: str) -> None:
-    result = CliRunner().invoke(cli.app, ["saved", f"{mine}:wrong"])
-    assert isinstance(result.exception, SavedError)
-    assert "the function must return a loss, or a model and a sample; got a int" in str(result.exception)
+    text = _run(f"{mine}:wrong", code=2)
+    assert "the function must return a loss, or a model and a sample; got a int" in text
+    text = _run(f"{mine}:parts", "--to", "moon", code=2)
+    assert "--to must be cpu, disk or none; got 'moon'" in text
+    text = _run(f"{mine}:parts", "--to", "disk", "--where", "blocks.*", code=2)
+    assert "--where must match a module that saves tensors; got 'blocks.*'. Fix: choose from 0, 1, 2" in text

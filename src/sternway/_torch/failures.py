@@ -11,14 +11,16 @@ from torch import Tensor
 
 from sternway._torch.probe import probe
 
-Failure = Literal["inplace", "twice", "no_grad", "unused"]
-"""A saved tensor was changed in place; the graph was freed; nothing requires a gradient; DDP misses a gradient."""
+Failure = Literal["inplace", "twice", "no_grad", "unused", "leaf"]
+"""A saved tensor was changed in place; the graph was freed; nothing requires a gradient; DDP misses a gradient; in a
+forward, a leaf that requires a gradient is changed in place."""
 
 _FAILURES: dict[str, Failure] = {
     "modified by an inplace operation": "inplace",
     "backward through the graph a second time": "twice",
     "does not require grad": "no_grad",
     "Expected to have finished reduction in the prior iteration": "unused",
+    "leaf Variable that requires grad is being used in an in-place operation": "leaf",
 }
 
 
@@ -88,6 +90,16 @@ def _failures() -> bool:
     errors = [inplace, _error_of(freed.backward), _error_of(torch.ones(1).backward)]
     failures = [failure_of(error) for error in errors]
     return failures == ["inplace", "twice", "no_grad"] and changed_versions(inplace) == (1, 0)
+
+
+@probe(
+    "error text: leaf Variable that requires grad is being used in an in-place operation",
+    expected="says that a leaf was changed in place",
+    features=(),  # without it, the error of a stage that does so is torch's own
+)
+def _leaf_failure() -> bool:
+    x = torch.ones(2, requires_grad=True)
+    return failure_of(_error_of(lambda: x.add_(1))) == failure_of(_error_of(lambda: x[:1].add_(1))) == "leaf"
 
 
 @probe(

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sternway._torch.probe import probe
@@ -22,6 +22,11 @@ def shell(
 ) -> Any:
     """A tensor of a subclass that has a shape, a dtype and a device, but no memory."""
     return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+
+
+def own_buffers(module: nn.Module) -> list[Tensor]:
+    """The buffers of a module, without those of the modules in it; it costs little."""
+    return [buffer for buffer in module._buffers.values() if buffer is not None]
 
 
 def is_innermost(mode: TorchFunctionMode) -> bool:
@@ -49,6 +54,14 @@ def _shells() -> bool:
     made = shell(Shell, (2, 3), torch.int8, torch.device("cpu"), False)
     with without_subclasses():
         return isinstance(made, Shell) and made.shape == (2, 3) and made.dtype is torch.int8
+
+
+@probe("Module._buffers", expected="has a module's own buffers", features=("pipeline",))
+def _buffers() -> bool:
+    norm = nn.Sequential(nn.BatchNorm1d(2))
+    norm.register_buffer("none", None)
+    norm.register_buffer("own", torch.ones(1))
+    return [id(buffer) for buffer in own_buffers(norm)] == [id(norm.own)]
 
 
 @probe("torch.overrides._get_current_function_mode", expected="is the innermost mode", features=("pipeline",))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from sternway import __version__
-from sternway.errors import SternwayError
+from sternway.cli._exit import ending
 
 __all__ = ["app", "main"]
 
@@ -26,7 +26,32 @@ class _Commands(typer.core.TyperGroup):
             return None
         one = typer.Typer(pretty_exceptions_enable=False, add_completion=False)
         one.command(cmd_name)(getattr(importlib.import_module(f"sternway.cli._{cmd_name}"), cmd_name))
-        return typer.main.get_command(one)
+        command = typer.main.get_command(one)
+        (option,) = typer.main.get_command(_with_debug).params
+        option.expose_value = False  # its callback has noted it
+        command.params.append(option)
+        return command
+
+    def invoke(self, ctx: Any) -> Any:
+        with ending(ctx.meta):
+            return super().invoke(ctx)
+
+
+def _note_debug(ctx: typer.Context, wanted: bool) -> None:
+    if wanted:
+        ctx.meta["debug"] = True
+
+
+_with_debug = typer.Typer(add_completion=False)  # makes the option that every command gets
+
+
+@_with_debug.command()
+def _debug(
+    debug: Annotated[
+        bool, typer.Option("--debug", callback=_note_debug, help="Show the traceback of an error.")
+    ] = False,
+) -> None:
+    pass
 
 
 app = typer.Typer(
@@ -54,12 +79,5 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line; a ``SternwayError`` is printed in one line, without a traceback."""
-    try:
-        app()
-    except SternwayError as error:
-        from rich.console import Console
-        from rich.markup import escape
-
-        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", highlight=False)
-        raise SystemExit(2) from None
+    """Run the command line."""
+    app()

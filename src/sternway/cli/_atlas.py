@@ -13,6 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from sternway.cli._exit import usage
+
 if TYPE_CHECKING:
     from sternway.atlas import BuildReport
 
@@ -39,38 +41,50 @@ def atlas(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Explain a code base by parsing it: a page for every file and folder, keyword indexes, a site with search."""
-    from sternway import atlas as room
-
-    if check:
-        report = room.check(source, out, include=include or (), source_url=source_url)
-    else:
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-        with Progress(
-            *columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=as_json
-        ) as bar:
-            tasks: dict[str, int] = {}
-
-            def progress(phase: str, done: int, total: int) -> None:
-                if phase not in tasks:
-                    tasks[phase] = bar.add_task(phase, total=total)
-                bar.update(tasks[phase], completed=done)  # type: ignore[arg-type]  # a TaskID is an int
-
-            report = room.build(
-                source,
-                out,
-                include=include or (),
-                source_url=source_url,
-                jobs=jobs,
-                measure=measure,
-                measure_seconds=measure_seconds,
-                progress=progress,
-            )
+    with usage():  # an AtlasError says that SOURCE cannot be documented as asked
+        report = _make(source, out, include or [], source_url, check, measure, measure_seconds, jobs, as_json)
     if as_json:
         typer.echo(json.dumps(report.to_dict()))
     else:
         _show(report, checked=check)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def _make(
+    source: Path,
+    out: Path,
+    include: list[str],
+    source_url: str,
+    check: bool,
+    measure: str | None,
+    measure_seconds: float,
+    jobs: int | None,
+    quiet: bool,
+) -> BuildReport:
+    from sternway import atlas as room
+
+    if check:
+        return room.check(source, out, include=include, source_url=source_url)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        tasks: dict[str, int] = {}
+
+        def progress(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(phase, total=total)
+            bar.update(tasks[phase], completed=done)  # type: ignore[arg-type]  # a TaskID is an int
+
+        return room.build(
+            source,
+            out,
+            include=include,
+            source_url=source_url,
+            jobs=jobs,
+            measure=measure,
+            measure_seconds=measure_seconds,
+            progress=progress,
+        )
 
 
 def _show(report: BuildReport, *, checked: bool) -> None:

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from sternway.cli._chaos import show_chaos
+from sternway.cli._exit import usage
 from sternway.errors import PipelineError
 
 if TYPE_CHECKING:
@@ -48,8 +49,12 @@ def demo(
     if device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"must be auto, cpu or cuda; got {device}", param_hint="--device")
     from sternway.demo import DemoOptions, choose_device
+    from sternway.schedule import make
 
-    device, remark = choose_device(device, ranks)
+    with usage():
+        if schedule != "auto":
+            make(schedule, ranks=ranks, microbatches=microbatches)
+        device, remark = choose_device(device, ranks)
     if remark:
         typer.echo(remark, err=True)
     if chaos:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from sternway.cli._exit import MisuseError
 from sternway.errors import GraphError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def graph(
     depth: Annotated[int | None, typer.Option(min=0, help="Levels of modules in the tree.")] = None,
 ) -> None:
     """Show an autograd graph: nodes, owners, and the bytes kept for the backward. Without TARGET, a small GPT's."""
-    captured = _capture(_demo if target is None else _function(target), target or "the demo")
+    captured = _capture(_demo if target is None else function_of(target), target or "the demo")
     if not (html or as_json or text):
         text, html = True, html or DEMO_REPORT
         depth = 2 if depth is None else depth
@@ -55,19 +56,19 @@ def _demo() -> tuple[GPT, Tensor]:
     return GPT(vocabulary=256, dim=128, heads=4, layers=4, length=64), torch.randint(0, 256, (2, 64))
 
 
-def _function(target: str) -> Callable[[], Any]:
+def function_of(target: str) -> Callable[[], Any]:
     """The function that ``path/to/file.py:function`` means."""
     path, _, name = target.rpartition(":")
     if not path or not name.isidentifier():
-        raise GraphError(
+        raise MisuseError(
             "TARGET must be path/to/file.py:function", got=repr(target), fix="name a file and a function in it"
         )
     file = Path(path)
     if not file.is_file():
-        raise GraphError("TARGET must name a Python file", got=f"{path!r}, which is not one", fix="check the path")
+        raise MisuseError("TARGET must name a Python file", got=f"{path!r}, which is not one", fix="check the path")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None:
-        raise GraphError("TARGET must name a Python file", got=repr(path), fix="give it a name that ends in .py")
+        raise MisuseError("TARGET must name a Python file", got=repr(path), fix="give it a name that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(file.parent.resolve()))
     try:
@@ -80,7 +81,7 @@ def _function(target: str) -> Callable[[], Any]:
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise GraphError(
+        raise MisuseError(
             f"TARGET must name a function in {path}",
             got=repr(name),
             fix=f"pass one of {', '.join(known)}" if known else "define one",
@@ -115,7 +116,7 @@ def _capture(function: Callable[[], Any], target: str) -> Graph:
         return capture(first, rest[0])
     if isinstance(made, Tensor | list | dict | tuple):
         return capture(made)
-    raise GraphError(
+    raise MisuseError(
         "the function must return a loss, or a model and a sample",
         got=f"a {type(made).__name__} from {target}",
         fix="return loss, or return loss, model, or return model, sample",

@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from sternway import schedule
-from sternway.errors import ScheduleError
+from sternway.cli._exit import MisuseError, status_of, usage
+from sternway.errors import ScheduleError, SternwayError
 from sternway.schedule import Costs, Schedule, Timeline
 
 _FIELDS = ("F", "I", "W", "B", "comm")
@@ -49,7 +50,8 @@ def plan(
 ) -> None:
     """Compare all schedules under a memory limit, search for better ones, and draw the best."""
     try:
-        parsed = parse_costs(costs, memory_after_i)
+        with usage():
+            parsed = parse_costs(costs, memory_after_i)
         if check is not None:
             result = _check_file(check, parsed, memory, out, quiet=as_json)
         elif ranks is None or microbatches is None:
@@ -57,12 +59,11 @@ def plan(
         else:
             limit = float(ranks) if memory is None else memory
             result = _compare(parsed, ranks, microbatches, limit, out, quiet=as_json)
-    except ScheduleError as error:
-        if as_json:
-            _print_json({"ok": False, "error": {"rule": error.rule, "got": error.got, "fix": error.fix}})
-        else:
-            typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from None
+    except SternwayError as error:
+        if not as_json:
+            raise
+        _print_json({"ok": False, "error": {"rule": error.rule, "got": error.got, "fix": error.fix}})
+        raise typer.Exit(status_of(error)) from None
     if as_json:
         _print_json({"ok": True, **result})
 
@@ -100,7 +101,7 @@ def _compare(
     costs: Costs, ranks: int, microbatches: int, limit: float, out: Path | None, *, quiet: bool
 ) -> dict[str, Any]:
     """Compare schedules, draw and write the best; return what ``--json`` prints."""
-    with _progress(quiet) as report:
+    with usage(), _progress(quiet) as report:
         comparison = schedule.compare(
             costs, ranks=ranks, microbatches=microbatches, memory_limit=limit, progress=report
         )
@@ -160,7 +161,7 @@ def _read(path: Path) -> Schedule:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ScheduleError("the schedule file cannot be read", got=str(error), fix="check the path") from None
+        raise MisuseError("the schedule file cannot be read", got=str(error), fix="check the path") from None
     return schedule.from_json(text) if path.suffix == ".json" else schedule.from_csv(text, name=path.stem)
 
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sternway._bytes import show_bytes
-from sternway.cli._graph import _demo, _failed, _function
-from sternway.errors import SavedError
+from sternway.cli._exit import MisuseError, usage
+from sternway.cli._graph import _demo, _failed, function_of
 
 if TYPE_CHECKING:
     from sternway.saved import Offload, Report
@@ -40,14 +40,17 @@ def saved(
 
     from sternway import saved as room
 
-    function = _demo if target is None else _function(target)
+    function = _demo if target is None else function_of(target)
     to = to or ("cpu" if torch.cuda.is_available() else "disk")
+    if to not in ("cpu", "disk", "none"):
+        raise MisuseError("--to must be cpu, disk or none", got=repr(to), fix="pass one of the three")
     with ExitStack() as stack:
         policies: list[Any] = []
-        if to != "none":
-            policies.append(_offload(to, budget, where, min_bytes, directory, stack))
-        if codec:
-            policies.append(room.compress(codec, where=where, min_bytes=min_bytes))
+        with usage():
+            if to != "none":
+                policies.append(_offload(to, budget, where, min_bytes, directory, stack))
+            if codec:
+                policies.append(room.compress(codec, where=where, min_bytes=min_bytes))
         if not policies:
             policies.append(room.keep())
         for _ in range(steps):
@@ -56,6 +59,9 @@ def saved(
         typer.echo(report.to_json())
     else:
         _show(report)
+    if where is not None and not any(row.module in room.keep(where).where for row in report.modules):
+        names = ", ".join(row.module for row in report.modules if row.module)
+        raise MisuseError("--where must match a module that saves tensors", got=repr(where), fix=f"choose from {names}")
 
 
 def _offload(
@@ -87,7 +93,7 @@ def _step(function: Callable[[], Any], policies: list[Any], target: str) -> Repo
             outputs = first(*sample) if isinstance(sample, tuple | list) else first(sample)
             first = outputs.float().square().mean() if isinstance(outputs, Tensor) else outputs
     if not isinstance(first, Tensor) or not first.requires_grad:
-        raise SavedError(
+        raise MisuseError(
             "the function must return a loss, or a model and a sample",
             got=f"a {type(first).__name__} from {target}",
             fix="return loss, or return model, sample",

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,16 @@ def train_with_kills(options: ChaosOptions, *, ranks: int, kills: int) -> tuple[
     moments = sorted(chance.sample(range(1, max(2, last)), min(kills, max(1, last - 1))))
     chosen = tuple((step, chance.randrange(ranks)) for step in moments)
     folder = Path(options.folder)
-    undisturbed = _run(replace(options, folder=str(folder / "calm")), ranks)
-    return undisturbed, _run(replace(options, folder=str(folder / "chaos"), kills=chosen), ranks)
+    runs = folder / "calm", folder / "chaos"
+    try:
+        undisturbed = _run(replace(options, folder=str(runs[0])), ranks)
+        return undisturbed, _run(replace(options, folder=str(runs[1]), kills=chosen), ranks)
+    except KeyboardInterrupt:
+        for each in runs:
+            shutil.rmtree(each, ignore_errors=True)
+        with suppress(OSError):  # it has something else in it
+            folder.rmdir()
+        raise
 
 
 def _run(options: ChaosOptions, ranks: int) -> ChaosLog:
@@ -89,11 +98,19 @@ def _run(options: ChaosOptions, ranks: int) -> ChaosLog:
     environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # for the same bits every time on a GPU
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     start = time.monotonic()
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, check=False)
-    if done.returncode:
+    torchrun = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    )  # Ctrl-C does not reach it: this process ends it, and it ends its own
+    try:
+        said = torchrun.communicate()[1].decode(errors="replace")
+    except BaseException:
+        torchrun.terminate()
+        torchrun.communicate()
+        raise
+    if torchrun.returncode:
         raise PipelineError(
             "training under torchrun did not finish",
-            got=f"exit {done.returncode}: {done.stderr.decode(errors='replace')[-800:]}",
+            got=f"exit {torchrun.returncode}: {said[-800:]}",
             fix=f"see the reports in {folder / 'reports'}",
         )
     lines = (folder / "notes.jsonl").read_text(encoding="utf-8").splitlines()

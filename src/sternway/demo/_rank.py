@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import signal
 import statistics
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +26,9 @@ from sternway.pipeline import Pipeline
 def run(rank: int, port: int, options: DemoOptions, reports: Any) -> None:
     """One process. Rank 0 puts ("progress", steps, text) and at last ("done", outcome) into ``reports``.
 
-    A rank that fails puts ("error", text).
+    A rank that fails puts ("error", text, traceback).
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     torch.set_num_threads(1)
     device = take_device(options.device, rank, options.ranks)
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -35,8 +39,8 @@ def run(rank: int, port: int, options: DemoOptions, reports: Any) -> None:
             reports.put(("done", outcome))
         meet()
     except Exception as error:
-        reports.put(("error", f"rank {rank}: {error}"))
-        raise
+        reports.put(("error", f"rank {rank}: {error}", traceback.format_exc()))
+        sys.exit(1)
     finally:
         dist.destroy_process_group()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,22 +70,38 @@ def train(options: DemoOptions, progress: Callable[[int, str], None] = lambda st
         context.Process(target=run, args=(rank, store.port, options, reports), daemon=True)
         for rank in range(options.ranks)
     ]
-    for process in processes:
-        process.start()
+    with _no_interrupts():
+        for process in processes:
+            process.start()
+    patience = 0.0
     try:
         while True:
             kind, *values = _next_report(reports, processes)
             if kind == "done":
                 outcome: DemoOutcome = values[0]
+                patience = 10.0
                 return outcome
             if kind == "error":
-                raise PipelineError("a process of the demo failed", got=values[0], fix="see what it printed")
+                error = PipelineError("a process of the demo failed", got=values[0], fix="pass --debug to see where")
+                error.add_note(values[1])
+                raise error
             progress(*values)
     finally:
         for process in processes:
-            process.join(timeout=10)
+            process.join(timeout=patience)
             if process.is_alive():
                 process.kill()
+                process.join()
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """A block in which processes are started that Ctrl-C does not reach: this one ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _next_report(reports: Any, processes: list[Any]) -> tuple[Any, ...]:

@@ -101,6 +101,7 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - torch's name
     def __init__(self, pin_memory: bool = False, device_type: str = "cuda") -> None:
         available = bool(getattr(torch, device_type, torch.cuda).is_available())
         self._policy = offload(min_bytes=0, pin_memory=pin_memory and available)
+        self._policy.warns = False  # torch's does not
         super().__init__(self._policy.pack, Packed.unpack)
 
     def __enter__(self) -> None:

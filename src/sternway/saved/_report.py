@@ -176,6 +176,18 @@ class Report:
             self._peak = max(self._peak, self._held)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether nothing was saved so far."""
+        return not self._lines
+
+    def only_skipped(self) -> dict[str, int]:
+        """Bytes by reason, if all that was saved so far was skipped; else nothing. It waits for no copy."""
+        with self._lock:
+            lines = list(self._lines.values())
+            skipped = sum((line.skipped for line in lines), Counter())
+            return dict(skipped) if skipped.total() == sum(line.packed for line in lines) else {}
+
+    @property
     def modules(self) -> tuple[ModuleRow, ...]:
         """One row for each module that saved something, in the order in which they did."""
         return tuple([line.row() for line in list(self._lines.values())])

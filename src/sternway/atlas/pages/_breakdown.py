@@ -213,7 +213,9 @@ def _tables(about: About, names: list[str], groups: dict[str, list[Definition]],
             (about.span(item),),
             (Code(item.signature.removeprefix(": ")),) if item.signature else (),
             (Code(item.value),) if item.value else (),
-            prose(" ".join(item.doc.split()) if about.brief < Brief.DOCSTRINGS else first_paragraph(item.doc), about.names),
+            prose(
+                " ".join(item.doc.split()) if about.brief < Brief.DOCSTRINGS else first_paragraph(item.doc), about.names
+            ),
         )
         for item in items
         if item.kind == "variable"

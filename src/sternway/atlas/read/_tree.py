@@ -68,6 +68,12 @@ def walk(source: Path, out: Path, include: tuple[str, ...] = ()) -> Tree:
     walker = _Walker(root, out.resolve(), wanted)
     walker.folder(str(root), "", _above(root))
     files = tuple(sorted(walker.files))
+    if include and not files:
+        raise AtlasError(
+            "--include must match a file below SOURCE",
+            got=", ".join(map(repr, include)),
+            fix="write patterns as in a .gitignore, such as '*.py', and quote them",
+        )
     folders = {""}
     for entry in files:
         parts = entry.path.split("/")[:-1]

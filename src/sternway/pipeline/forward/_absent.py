@@ -105,6 +105,11 @@ class Noted(NamedTuple):
     tensors: tuple[Like | int, ...]
     written: tuple[int, ...]
 
+    @property
+    def looks_at_arguments(self) -> bool:
+        """Whether the call changed arguments, or returned some."""
+        return bool(self.written) or any(type(each) is int for each in self.tensors)
+
     def again(self, arguments: list[Tensor], arrived: dict[int, Tensor], device: torch.device) -> Any:
         """What the call returns here: tensors that arrived, arguments of the call, and for the rest ``Absent`` ones."""
 
@@ -116,7 +121,7 @@ class Noted(NamedTuple):
             found = self.tensors[value.index]
             return Absent(found, device) if isinstance(found, Like) else arguments[found]
 
-        return replace_leaves(leaf, self.tree)
+        return leaf(self.tree) if type(self.tree) is TensorIndex else replace_leaves(leaf, self.tree)
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, slice, type(...))

@@ -139,17 +139,17 @@ PieceCall = Callable[[str, Callable[..., Any], Any, Any], Any]
 def intercepted(pieces: Mapping[str, nn.Module], call: PieceCall) -> Iterator[None]:
     """A block in which the pieces' forwards are passed to ``call``. Hooks of the modules run as always."""
     before = {name: vars(module).get("forward") for name, module in pieces.items()}
-    for name, module in pieces.items():
-        module.forward = _stand_in(name, module.forward, call)
+    for name, module in pieces.items():  # into the dict itself: a module looks at each attribute that is set
+        vars(module)["forward"] = _stand_in(name, module.forward, call)
     try:
         yield
     finally:
         for name, module in pieces.items():
             own = before[name]
             if own is None:
-                del module.forward
+                del vars(module)["forward"]
             else:
-                module.forward = own
+                vars(module)["forward"] = own
 
 
 def _stand_in(name: str, forward: Callable[..., Any], call: PieceCall) -> Callable[..., Any]:

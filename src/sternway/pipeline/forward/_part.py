@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sternway._torch.modes import own_buffers
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import like
 from sternway.pipeline.forward._flow import Call, Crossing, Flow
@@ -41,6 +42,7 @@ class CutModel:
         self.pieces = {name: model.get_submodule(name) for name in pieces}
         self.last = max(stage_of_call.values(), default=0)
         names = names_of_kept(model, self.pieces)
+        self._inside = list({id(m): m for piece in self.pieces.values() for m in piece.modules()}.values())
         self.crossing: Crossing | None = None
         self._flow = flow
         self._release: set[int] | None = None  # the stages to keep, once the whole model is not needed any more
@@ -61,6 +63,10 @@ class CutModel:
                     found[id(tensor)].add(stage)
         everywhere = set(range(self.last + 1)) if flow is None else {0}
         return {key: stages or everywhere for key, stages in found.items()}
+
+    def buffers_inside(self) -> frozenset[int]:
+        """The ids of the buffers that the pieces have now."""
+        return frozenset(id(buffer) for module in self._inside for buffer in own_buffers(module))
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossing:
         """What crosses the cuts: as is known, or else as one forward of this batch shows."""
@@ -206,7 +212,7 @@ class ModelPart(nn.Module):
         cut = self._cut[0]
         tensors = chain(self.parameters(), self.buffers())
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        kept = frozenset(id(buffer) for piece in cut.pieces.values() for buffer in piece.buffers())
+        kept = cut.buffers_inside()
         return StageTask(cut.model, cut.pieces, self._stage, cut.last, cut.stage_of_call, kept, device)
 
     def _own_weight(

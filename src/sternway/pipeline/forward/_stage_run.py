@@ -156,10 +156,9 @@ class StageRun(Follower):
                 fix="pass sample=, one microbatch, from which that order is found",
             )
         self.next_segment()
-        tensors = tensors_in(args, kwargs)
         if stage < self._task.stage:
             self._place = 0
-            return self._replay((self.segment, PIECE, 0, 0), name, tensors)
+            return self._replay((self.segment, PIECE, 0, 0), name, lambda: tensors_in(args, kwargs))
         if not self._is_own:
             self._is_own, self.begun = True, time.perf_counter()
             if len(self._past) != self.segment:
@@ -186,7 +185,7 @@ class StageRun(Follower):
 
     def glue(self, key: Key, function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         if not self._is_own:
-            return self._replay(key, key[1], tensors)
+            return self._replay(key, key[1], lambda: tensors)
         args, kwargs = self._present((args, kwargs))
         tensors = tensors_in(args, kwargs)
         for tensor in tensors:
@@ -219,12 +218,13 @@ class StageRun(Follower):
 
     # Segments of earlier stages
 
-    def _replay(self, key: Key, name: str, tensors: list[Tensor]) -> Any:
+    def _replay(self, key: Key, name: str, arguments: Callable[[], list[Tensor]]) -> Any:
         past = self._past[self.segment] if self.segment < len(self._past) else []
         if self._place >= len(past) or past[self._place].name != name:
             raise self._another_way(name)
         noted = past[self._place]
         self._place += 1
+        tensors = arguments() if noted.looks_at_arguments else []
         arrived = {
             place: self._arrived[(*key[:3], place)]
             for place, each in enumerate(noted.tensors)

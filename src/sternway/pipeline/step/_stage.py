@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway import split
+from sternway._torch.failures import failure_of
 from sternway._tree import leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import loss_of, no_shares
@@ -95,7 +96,12 @@ class Stage:
             keywords |= microbatch.keywords or {}
             if microbatch.shares is not None:
                 keywords[SHARES] = microbatch.shares
-        result = self.module(*arguments, **keywords, **trees)
+        try:
+            result = self.module(*arguments, **keywords, **trees)
+        except RuntimeError as error:
+            if inputs and failure_of(error) == "leaf":
+                raise _changed_in_place(self.index) from error
+            raise
         output, skips = (result.output, result.skips) if isinstance(result, WithSkips) else (result, {})
 
         sent = skips if self.is_last else {MAIN: output} | skips
@@ -194,6 +200,14 @@ class Stage:
         for held in (self.losses, self.outputs, self._graphs, self._pendings):
             held.clear()
         self._weighed.clear()
+
+
+def _changed_in_place(stage: int) -> PipelineError:
+    return PipelineError(
+        f"stage {stage} changes in place what it received, whose gradient goes back to the stage before",
+        got="an in-place operation on an input, such as x += 1 or nn.ReLU(inplace=True)",
+        fix="change a copy: x = x.clone(); or pass the whole model, of which the stages copy what they change",
+    )
 
 
 def _check_rows(output: Any, microbatch: Microbatch) -> None:

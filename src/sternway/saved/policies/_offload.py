@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from types import TracebackType
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from sternway._bytes import parse_bytes
+from sternway._bytes import parse_bytes, show_bytes
 from sternway.errors import SavedError
 from sternway.saved._offloader import Offloader
-from sternway.saved._policy import Policy
+from sternway.saved._policy import Policy, active
+from sternway.saved._report import Report
 from sternway.saved._slot import Slots
 from sternway.saved.stores._disk import DiskStore
 from sternway.saved.stores._host import HostStore
 from sternway.saved.stores._pool import half_of_memory
 from sternway.saved.stores._store import Store
+
+_MEND = {
+    "small": "pass a smaller min_bytes, such as 0",
+    "already there": 'pass to="disk": these tensors are in host memory already',
+    "elsewhere": "pass where= that matches names of modules which save tensors",
+}
 
 
 class Offload(Policy):
@@ -35,7 +44,28 @@ class Offload(Policy):
         super().__init__(where, min_bytes, model)
         self.offloader = offloader
         self.slots = Slots()
+        self.warns = False  # once, if a block moves nothing
         self._anywhere = anywhere  # also from the host to the host: for tests
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
+        stack = active()
+        super().__exit__(kind, error, trace)
+        if self.warns and kind is None and stack is not None:
+            self._say_if_idle(stack.report)
+
+    def _say_if_idle(self, report: Report) -> None:
+        """After the first block that saved something: warn if nothing of it is moved, for a reason one can mend."""
+        skipped = report.only_skipped()
+        self.warns = report.is_empty
+        why = max((reason for reason in skipped if reason in _MEND), key=skipped.__getitem__, default=None)
+        if why is not None:
+            text = ", ".join(f"{reason} {show_bytes(size)}" for reason, size in skipped.items())
+            warnings.warn(f"saved.offload moved nothing; skipped: {text}. Fix: {_MEND[why]}", stacklevel=3)
 
     def is_there(self, tensor: Tensor) -> bool:
         """Whether the tensor is in the store's memory already."""
@@ -84,7 +114,7 @@ def offload(
             "auto": as little as costs no time, found by timing the first two steps, in which nothing is moved. For
             "auto" steps must be alike.
         prefetch: how many bytes may be on their way back before they are used; 0 for none.
-        min_bytes: smaller storages stay.
+        min_bytes: smaller storages stay. If all do, the first block warns.
         where: patterns for the names of the modules whose tensors are moved; all, unless given.
         directory: for "disk", where to make a temporary folder. It is removed when it is empty and no block is open, at
             exit, or, if the process was killed, by the next policy that uses the directory.
@@ -120,7 +150,9 @@ def offload(
     else:
         raise SavedError('to must be "cpu" or "disk"', got=repr(to), fix="pass one of the two")
     offloader = Offloader(store, _budget(budget), parse_bytes(prefetch, "prefetch", SavedError), window)
-    return Offload(offloader, where, min_bytes, model)
+    policy = Offload(offloader, where, min_bytes, model)
+    policy.warns = True
+    return policy
 
 
 def _budget(budget: int | float | str) -> int | float | str:
