@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.connection
 import os
 import random
@@ -64,6 +65,7 @@ def _rank(
     arguments: tuple[Any, ...],
     errors: Any,
 ) -> None:
+    gc.freeze()  # what the warm process had: nothing of it is garbage, and there is much of it
     try:
         join(rank, world, port)
         torch.manual_seed(0)
