@@ -155,7 +155,7 @@ VALID: dict[str, set[str]] = {
     "draw": {"None", "huge"},
     "Action stage": {"0", "huge"},
     "split grads": {"None"},
-    "split inputs": set(JUNK),  # any nesting of anything: what is not a tensor has no gradient
+    "split inputs": set(JUNK) - {"tensor"},  # any nesting of anything; but one tensor alone must need a gradient
     "on_grads fn": {"function", "module", "type"},
     "graph.capture model": {"None", "module"},
     "graph.record": {"None", "module"},

@@ -18,7 +18,7 @@ _SPAN = re.compile(r"(`+) ?(.+?) ?\1(?!`)")
 _KEYWORD = re.compile(r"^- (`+) ?(.+?) ?\1(?: [a-z ]+)?((?: .*)?)$", re.MULTILINE)
 _ARTICLE = re.compile(r"^#{3,4} ([a-z ]+) `([^`]+)`$", re.MULTILINE)
 _DECLARED = re.compile(
-    r"^(```+)python\n((?:(?!^```).)*?)\n\1\n\n\[lines? [^\]]*\]\([^)]*#L(\d+)\)$", re.MULTILINE | re.DOTALL
+    r"^(```+)python\n((?:(?!^```).)*?)\n\1\n\n\[?lines? (\d+)[^\]\n]*(?:\]\([^)]*\))?$", re.MULTILINE | re.DOTALL
 )
 _METHODS = ("property", "class method", "static method")
 
@@ -90,8 +90,17 @@ def _code(cell: str) -> str:
 
 
 def _line(cell: str) -> int:
-    lines = [int(line) for _, _, line in _LINK.findall(cell) if line]
+    lines = [int(line) for line in re.findall(r"\blines? (\d+)", cell)]
     return lines[-1] if lines else 0
+
+
+def _places(cell: str, path: str) -> Iterator[tuple[str, int]]:
+    """Lines of files, in a list: ``other.py:12``, ``13`` in the same file, ``line 14`` of the page's own."""
+    by = path
+    for label in re.sub(r"\[((?:[^\]\\]|\\.)*)\]\([^)]*\)", r"\1", cell).split(", "):
+        if match := re.match(r"(?:(.*):|line )?(\d+)(?= |$)", label):
+            by = _unescaped(match[1]) if match[1] else path if label.startswith("line ") else by
+            yield by, int(match[2])
 
 
 def _unescaped(text: str) -> str:
@@ -160,7 +169,7 @@ def _definition(path: str, label: str, name: str, line: int, code: str, claims: 
 
 
 def _overview(path: str, text: str, claims: Claims) -> None:
-    if match := re.search(r"^\(From \[line (\d+)\]", text, re.MULTILINE):
+    if match := re.search(r"^\(From \[?line (\d+)", text, re.MULTILINE):
         said = text.partition("\n\n")[2].rpartition("\n(From ")[0]
         claims["module docstring"].add((path, int(match[1]), words(_unlinked(said))[:6]))
     if match := re.search(r"is an entry point: runs as a script, by line (\d+)", text):
@@ -185,7 +194,7 @@ def _design(path: str, text: str, claims: Claims) -> None:
         elif "what" in row:
             claims["starts"].add((path, row["kind"], _line(row["where"])))
     _, _, private = text.partition("**Private names of other packages**")
-    for name in re.findall(r"`([^`]+)` \(\[line \d+\]", private):
+    for name in re.findall(r"`([^`]+)` \(\[?line \d+", private):
         claims["private name"].add((path, name))
     if match := re.match(r"Layer (\d+) of (\d+) by imports[^:]*(?:: it imports[^:]*)?: (.*)\.", text):
         down = re.search(r"reaches ([\d,]+) file", match[3])
@@ -195,7 +204,7 @@ def _design(path: str, text: str, claims: Claims) -> None:
 
 
 def _usage(path: str, sections: dict[str, str], claims: Claims) -> None:
-    excerpt = re.compile(r"^\[`([^`]+)`\]\([^)]*\) at " + _AT.pattern + r"\n\n(```+)python\n(.*?)\n\4$", re.M | re.S)
+    excerpt = re.compile(r"^\[?`([^`]+)`(?:\]\([^)]*\))? at " + _AT.pattern + r"\n\n(```+)python\n(.*?)\n\4$", re.M | re.S)
     for name, by, line, _, text in excerpt.findall(sections.get("Usage examples", "")):
         claims["usage excerpt"].add((path, name, _unescaped(by), int(line), text))
     for row in _tables(sections.get("Testing", "")):
@@ -247,12 +256,12 @@ def _references(path: str, text: str, claims: Claims) -> None:
             claims["number of importers"].add((path, int(total[1].replace(",", "")) if total else len(found)))
         elif part.startswith("| name | subclassed by |"):
             for row in _tables(part):
-                pairs = re.findall(r"`([^`]+)` " + _AT.pattern, row["subclassed by"])
+                pairs = re.findall(r"`([^`]+)` \[?((?:[^\]\\,]|\\.)*):\d+", row["subclassed by"])
                 owner = _code(row["name"])
-                claims["subclassed by"].update((path, owner, _unescaped(by), name) for name, by, _ in pairs)
+                claims["subclassed by"].update((path, owner, _unescaped(by), name) for name, by in pairs)
         elif part.startswith("| name | called at |"):
             for row in _tables(part):
-                found = {(_unescaped(by), int(line)) for by, line in _AT.findall(row["called at"])}
+                found = set(_places(row["called at"], path))
                 name, total = _code(row["name"]), re.search(r" \(\d+ of ([\d,]+)\)$", row["called at"])
                 claims["called at"].update((path, name, by, line) for by, line in found)
                 claims["number of calls"].add((path, name, int(total[1].replace(",", "")) if total else len(found)))

@@ -22,6 +22,8 @@ QUERIES = (
     "nn module forward",
     "grad",
     "tensor parallel",
+    "in",
+    "self in get",
 )
 _TIMES = """
 (async () => {
@@ -32,7 +34,7 @@ _TIMES = """
     await atlas.find(QUERY, "");
     times.push(performance.now() - start);
   }
-  return [found.length, found[0]?.name ?? "", times];
+  return [found.total, found.hits[0]?.name ?? "", times];
 })()
 """
 

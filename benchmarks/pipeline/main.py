@@ -6,9 +6,10 @@ On CPUs: GPT blocks, two for each stage of a schedule with two stages a rank, mi
 with one thread each. On a GPU, which the ranks share as small GPUs (``tests/small_gpus.py``): eight blocks in bfloat16,
 eight microbatches of 4 × 512 tokens, NCCL.
 
-Each round times each row in turn: some steps that follow each other, as in training. Efficiency is the one-process time
-over (ranks × pipeline time), the median of the rounds' own ratios: 1 is no idle time and no overhead. *Side by side* is
-the one-process step on all ranks at once: what the machine leaves of 1 when all of it is at work.
+Each round times each row in turn: some steps that follow each other, as in training, of a pipeline that is built for
+that and closed afterwards, since threads and communicators of others would disturb it. Efficiency is the one-process
+time over (ranks × pipeline time), the median of the rounds' own ratios: 1 is no idle time and no overhead. *Side by
+side* is the one-process step on all ranks at once: what the machine leaves of 1 when all of it is at work.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,15 +42,18 @@ from models import gpt
 from gloo import free_port, join_group
 from small_gpus import become_small_gpu, mps
 from sternway import pipeline
+from sternway.schedule import Costs, Schedule, Timeline
 
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 TORCH = ("ScheduleGPipe", "Schedule1F1B", *LOOPED, *V_SHAPED)
-OURS = ("1f1b", "zb-h1", "zb-v", "auto")
+OURS = ("1f1b", "zb-h1", "zb-h2", "zb-v", "auto")
 SIDE_BY_SIDE = "side by side, no pipeline"
-WARM_UP = 2
+WARM_UP = 2  # steps before those that are timed, and rounds of one process
 
 Step = Callable[[Tensor, Tensor], Any]
+Row = Callable[[], AbstractContextManager[Step]]
+"""Builds a pipeline, gives its step, and closes it."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,8 @@ def one_process(case: Case) -> Step:
     return step
 
 
-def torch_step(name: str, rank: int, case: Case) -> Step:
+@contextmanager
+def torch_row(name: str, rank: int, case: Case) -> Iterator[Step]:
     """By a schedule of torch's."""
     ranks = case.ranks
     mine = [rank, rank + ranks] if name in LOOPED else [rank, 2 * ranks - 1 - rank] if name in V_SHAPED else [rank]
@@ -132,17 +138,32 @@ def torch_step(name: str, rank: int, case: Case) -> Step:
         options: dict[str, Any] = {"target": target, "losses": []} if count - 1 in mine else {}
         schedule.step(*arguments, **options)
 
-    return step
+    yield step
 
 
-def our_pipeline(name: str, case: Case) -> pipeline.Pipeline:
-    """By a schedule of ours."""
-    x, target = case.batch()
-    sample = (x[: case.rows], target[: case.rows]) if name == "auto" else (None, None)
-    return pipeline.Pipeline(
-        case.model(), schedule=name, n_microbatches=case.microbatches, loss_fn=F.mse_loss,
-        sample=sample[0], sample_target=sample[1],
-    )  # fmt: skip
+@dataclass
+class OurRow:
+    """By a schedule of ours. What "auto" chose in the first round stays."""
+
+    name: str
+    case: Case
+    schedule: Schedule | None = None
+    costs: Costs | None = None
+    timeline: Timeline | None = None  # of the last round's last step
+
+    @contextmanager
+    def build(self) -> Iterator[Step]:
+        case, (x, target) = self.case, self.case.batch()
+        known = self.name != "auto" or self.schedule is not None
+        pipe = pipeline.Pipeline(
+            case.model(), schedule=self.schedule or self.name, n_microbatches=case.microbatches, loss_fn=F.mse_loss,
+            sample=None if known else x[: case.rows], sample_target=None if known else target[: case.rows],
+        )  # fmt: skip
+        if self.schedule is None:
+            self.schedule, self.costs = pipe.schedule, pipe.costs
+        with closing(pipe):
+            yield lambda x, target: pipe.step(x, target=target)
+            self.timeline = pipe.step(x, target=target).timeline
 
 
 # Measuring
@@ -178,45 +199,36 @@ def measure(rank: int, case: Case) -> dict[str, Any]:
         return (time.perf_counter() - start) / case.steps
 
     alone = one_process(case)
-    steps: dict[str, Step] = {}
-    for name in case.torchs:
-        steps["torch " + name.removeprefix("Schedule")] = torch_step(name, rank, case)
-    pipes = {name: our_pipeline(name, case) for name in case.ours}
-    for name, pipe in pipes.items():
-        steps["sternway " + name] = functools.partial(_our_step, pipe)
-    seconds: dict[str, list[float]] = {name: [] for name in (SIDE_BY_SIDE, *steps)}
+    ours = {name: OurRow(name, case) for name in case.ours}
+    rows: dict[str, Row] = {
+        "torch " + name.removeprefix("Schedule"): functools.partial(torch_row, name, rank, case) for name in case.torchs
+    }
+    rows |= {"sternway " + name: row.build for name, row in ours.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in (SIDE_BY_SIDE, *rows)}
     single: list[float] = []
-    gc.disable()
-    for _ in range(case.rounds + WARM_UP):
-        gc.collect()
+    for _ in range(WARM_UP):
+        timed(alone)
+    for _ in range(case.rounds):
         single.append(timed(alone if rank == 0 else None))
         seconds[SIDE_BY_SIDE].append(timed(alone) / case.ranks)  # as many times the work
-        for name, step in steps.items():
-            seconds[name].append(timed(step))
+        for name, row in rows.items():
+            gc.collect()
+            gc.disable()
+            with row() as step:
+                for _ in range(WARM_UP):
+                    step(x, target)
+                seconds[name].append(timed(step))
+            gc.enable()
             if rank == 0:
                 sys.stderr.write(f"{name}: {1e3 * seconds[name][-1]:.1f} ms\n")  # a log of a hang says where
-    gc.enable()
-    seen = {name: pipe.step(x, target=target).timeline for name, pipe in pipes.items()}
-    for pipe in pipes.values():
-        pipe.close()
-    return _summary(case, single, seconds, pipes, seen) if rank == 0 else {}
-
-
-def _our_step(pipe: pipeline.Pipeline, x: Tensor, target: Tensor) -> None:
-    pipe.step(x, target=target)
+    return _summary(case, single, seconds, ours) if rank == 0 else {}
 
 
 def _summary(
-    case: Case,
-    single: list[float],
-    seconds: dict[str, list[float]],
-    pipes: dict[str, pipeline.Pipeline],
-    seen: dict[str, Any],
+    case: Case, single: list[float], seconds: dict[str, list[float]], ours: dict[str, OurRow]
 ) -> dict[str, Any]:
     efficiency = {
-        name: statistics.median(
-            one / (case.ranks * s) for one, s in zip(single[WARM_UP:], values[WARM_UP:], strict=True)
-        )
+        name: statistics.median(one / (case.ranks * s) for one, s in zip(single, values, strict=True))
         for name, values in seconds.items()
     }
     best = {
@@ -226,26 +238,31 @@ def _summary(
         "ranks": case.ranks,
         "device": case.device,
         "dim": case.dim,
-        "one_process_ms": 1e3 * statistics.median(single[WARM_UP:]),
-        "step_ms": {name: 1e3 * statistics.median(values[WARM_UP:]) for name, values in seconds.items()},
+        "one_process_ms": 1e3 * statistics.median(single),
+        "step_ms": {name: 1e3 * statistics.median(values) for name, values in seconds.items()},
         "efficiency": efficiency,
         "over_torch": best["stern"] / best["torch"] if best["torch"] else None,
-        "schedules": {name: pipe.schedule.name for name, pipe in pipes.items()},
-        "one_step": {
-            name: {
-                "makespan_ms": 1e3 * t.makespan,
-                "busy_ms": [1e3 * s for s in t.busy],
-                "idle_ms": [1e3 * s for s in t.idle],
-                "action_ms": _by_kind(t),
-                "planned_ms": 1e3 * pipes[name].schedule.simulate(pipes[name].costs).makespan,
-                "costs": repr(pipes[name].costs),
-            }
-            for name, t in seen.items()
-        },
+        "schedules": {name: row.schedule.name for name, row in ours.items() if row.schedule is not None},
+        "one_step": {name: _one_step(row) for name, row in ours.items()},
     }
 
 
-def _by_kind(timeline: Any) -> dict[str, float]:
+def _one_step(row: OurRow) -> dict[str, Any]:
+    """The last step, as it was measured and as it was planned."""
+    assert row.schedule is not None, "there is a round"
+    assert row.costs is not None
+    assert row.timeline is not None
+    return {
+        "makespan_ms": 1e3 * row.timeline.makespan,
+        "busy_ms": [1e3 * s for s in row.timeline.busy],
+        "idle_ms": [1e3 * s for s in row.timeline.idle],
+        "action_ms": _by_kind(row.timeline),
+        "planned_ms": 1e3 * row.schedule.simulate(row.costs).makespan,
+        "costs": repr(row.costs),
+    }
+
+
+def _by_kind(timeline: Timeline) -> dict[str, float]:
     """The median of each kind of action, in ms."""
     kinds: dict[str, list[float]] = {}
     for event in (event for rank in timeline.events for event in rank):

@@ -182,7 +182,7 @@ def test_keywords_are_complete_and_lead_to_lines(out: Path) -> None:
     assert "- `Block` class [13](../../source/pkg/model.py#L13) 24 29 40 §1 §2 §3" in page
     assert "- `paragraph` 3\n" in page
     assert "`the`" not in page
-    assert "- `Block` class defined at [pkg/model.py:13](../source/pkg/model.py#L13)" in (out / "sub.md").read_text()
+    assert "- `Block` class [pkg/model.py:13](../source/pkg/model.py#L13)" in (out / "sub.md").read_text()
     assert "| Original file | [pkg/model.py](../../source/pkg/model.py) |" in page
     assert "| Documentation | [model.py](model.py_docs.md) |" in page
     assert "| Folder | [pkg](index.md) |" in page

@@ -139,7 +139,7 @@ def test_calls_lead_to_definitions_across_files(tmp_path: Path) -> None:
     assert "| `later` | [a.js:2](../src/a.js#L2) |" in library
     assert "| `run` | [a.js:2](../src/a.js#L2) |" in library
     script = (tmp_path / "out/a.js_docs.md").read_text()
-    assert "| `Page.clear` | [a.js:7](../src/a.js#L7) |" in script
+    assert "| `Page.clear` | [line 7](../src/a.js#L7) |" in script
     assert "tree-sitter" in script
 
 

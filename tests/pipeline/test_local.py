@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from compare import assert_same_grads
 from sternway import pipeline, schedule
 from sternway.errors import PipelineError, ScheduleError
-from sternway.pipeline import LocalTransport, Pipeline
+from sternway.pipeline import LocalTransport, Pipeline, Presplit
 from sternway.pipeline.build import _plan
 
 DIM = 8
@@ -296,12 +296,14 @@ def test_evaluate_and_outputs() -> None:
     stages = stages_of(2)
     pipe = Pipeline(stages, schedule="1f1b", n_microbatches=2, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport())
     x, target = torch.randn(4, 4, DIM), torch.randn(4, 4, DIM)
-    result = pipe.evaluate(x, target=target, loss_everywhere=True)
+    result = pipe.evaluate(x, target=target)
     expected = whole(stages)(x)
-    torch.testing.assert_close(torch.cat(result.outputs), expected)
+    torch.testing.assert_close(result.outputs, expected.detach())
     torch.testing.assert_close(result.loss, F.mse_loss(expected, target).detach())
+    assert "outputs   of the batch" in repr(result)
     assert all(p.grad is None for p in pipe.parameters())
-    assert not result.outputs[0].requires_grad
+    assert not result.outputs.requires_grad
+    torch.testing.assert_close(pipe.evaluate(x, join=False).outputs, list(expected.detach().chunk(2)))
     trained = pipe.step(x, target=target, return_outputs=True)
     torch.testing.assert_close(torch.cat(trained.outputs), expected)
 
@@ -328,8 +330,20 @@ def test_values_for_every_stage_and_ready_microbatches() -> None:
         transport=LocalTransport(),
     )
     pipe.step(x, target=target, stage_kwargs={"scale": scale})
-    F.mse_loss(reference[1](reference[0](x, scale=scale), scale=scale), target).backward()
+    expected = F.mse_loss(reference[1](reference[0](x, scale=scale), scale=scale), target)
+    expected.backward(retain_graph=True)
     assert_same_grads(nn.ModuleList(stages.values()), reference, rtol=1e-4, atol=1e-6)
+    ready = Pipeline(
+        stages, schedule="1f1b", n_microbatches=3, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport(),
+        chunk=Presplit(),
+    )  # fmt: skip
+    x, target, scale = ([each[:1], each[1:2], each[2:]] for each in (x, target, scale))
+    result = ready.step(x, target=target, stage_kwargs={"scale": scale})
+    torch.testing.assert_close(result.loss, expected.detach())
+    expected.backward()
+    assert_same_grads(nn.ModuleList(stages.values()), reference, rtol=1e-4, atol=1e-6)
+    with pytest.raises(PipelineError, match=r"must be a sequence of 3 with Presplit.*got 2 entries"):
+        ready.step(x[:2], target=target, stage_kwargs={"scale": scale})
 
 
 def test_a_step_leaves_nothing_alive() -> None:

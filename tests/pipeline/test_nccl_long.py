@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,6 +40,15 @@ def batch(rows: int) -> tuple[Tensor, Tensor]:
 # Memory
 
 
+def settled(wanted: int) -> int:
+    """The bytes allocated, when they are as few as wanted, or after a while: threads drop what they have sent."""
+    end, found = time.monotonic() + (30 if wanted else 1), torch.cuda.memory_allocated()
+    while found > wanted and time.monotonic() < end:
+        time.sleep(0.01)
+        found = min(found, torch.cuda.memory_allocated())
+    return found
+
+
 def run_many_steps(rank: int, ranks: int) -> None:
     pipe = Pipeline(model(2 * ranks), schedule="zb-v", n_microbatches=2 * ranks, loss_fn=F.mse_loss)
     optimizer = torch.optim.SGD(pipe.parameters(), 1e-3)
@@ -51,9 +61,8 @@ def run_many_steps(rank: int, ranks: int) -> None:
         del x, target
         if step in (20, 200):
             torch.cuda.synchronize()
-            pipe.transport._carrier.end_step()  # what was sent is dropped by the next step otherwise
-            allocated[step] = torch.cuda.memory_allocated()
-    assert allocated[200] == allocated[20], allocated
+            allocated[step] = settled(allocated.get(20, 0))
+    assert allocated[200] <= allocated[20], allocated
     pipe.close()
 
 

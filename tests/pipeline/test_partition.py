@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from models import gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from compare import assert_same_grads
 from sternway import pipeline, schedule
 from sternway.demo import GPT
-from sternway.errors import PipelineError
+from sternway.errors import PipelineError, ScheduleError
 from sternway.pipeline import LocalTransport, Pipeline
 from sternway.pipeline.build import _plan
 from sternway.pipeline.build._partition import balance, split_model
@@ -201,3 +202,29 @@ def test_models_that_do_not_fit(options: dict, message: str) -> None:
         arguments["schedule"] = schedule.make("1f1b", ranks=2, microbatches=2)
     with pytest.raises(PipelineError, match=message):
         Pipeline(gpt(8, 4, heads=2), transport=LocalTransport(), **arguments)
+
+
+class Checkpointed(nn.Module):
+    """Keeps its input alone until its I, which computes the rest again for its W."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layers, x, use_reentrant=False)
+
+
+def test_what_i_adds_under_checkpointing_counts_for_the_limit() -> None:
+    model, x = nn.Sequential(*(Checkpointed() for _ in range(4))), torch.randn(4, 8)
+    options = {"n_microbatches": 4, "loss_fn": F.mse_loss, "sample": x[:1], "sample_target": x[:1], "ranks": 2}
+    pipe = Pipeline(model, transport=LocalTransport(), **options)
+    after = pipe.costs.memory_after_I
+    assert after > 2
+    assert pipe.schedule.simulate(pipe.costs).peak_memory <= 4 * after
+    with pytest.raises(
+        ScheduleError, match=r"memory_limit must be large enough for one microbatch; got memory_limit=2"
+    ):
+        Pipeline(model, transport=LocalTransport(), memory_limit=2, **options)
+    pipe = Pipeline(model, transport=LocalTransport(), memory_limit=after, **options)
+    assert pipe.schedule.simulate(pipe.costs).peak_memory <= after + 1e-6

@@ -264,6 +264,28 @@ class Stubborn(Layers):
         return x
 
 
+class SameMask(nn.Module):
+    """Layers that are all given one mask, and convert it to the type that it has."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x + self.layer(x).tanh() * mask.to(x.dtype).contiguous()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SameMask.Masked() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones(x.shape[0], 1).tril()
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
 def source_of(rows: int) -> Tensor:
     return torch.randn(rows, 3, DIM)
 
@@ -284,6 +306,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor
     "checkpointed": (Checkpointed, lambda rows: {"x": torch.randn(rows, DIM)}),
     "written into": (WritesIntoBuffer, lambda rows: {"x": torch.randn(rows, DIM)}),
     "no gradient": (SkipsNoGrad, lambda rows: {"x": torch.randn(rows, DIM)}),
+    "same mask": (SameMask, lambda rows: {"x": torch.randn(rows, DIM)}),
     "stubborn": (Stubborn, lambda rows: {"x": torch.randn(rows, DIM)}),
 }
 

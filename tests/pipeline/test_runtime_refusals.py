@@ -175,16 +175,16 @@ class Dropped(Layers):
 def test_the_mode_is_read_when_it_runs() -> None:
     model = Dropped()
     pipe = assert_step_equals_plain(model)
+    trained = pipe.step(X, target=X, return_outputs=True).outputs[0].detach()
     pipe.eval()
     expected = model(X)
     assert not model.training
-    (output,) = pipe.evaluate(X).outputs
-    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(pipe.step(X, target=X, return_outputs=True).outputs[0], expected)
+    assert not model.training
     pipe.train()
-    torch.manual_seed(5)
-    dropped = model(X)
-    torch.manual_seed(5)
-    torch.testing.assert_close(pipe.evaluate(X).outputs[0], dropped)
+    torch.testing.assert_close(pipe.evaluate(X).outputs, expected.detach())
+    assert model.training
+    assert not torch.equal(trained, expected)
 
 
 class Side(Layers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -114,6 +115,17 @@ def test_signs_and_zeros_are_kept(codec: Codec, power: int, spread: float, seed:
     x = torch.randn(300, generator=generator) * torch.randn(300, generator=generator).mul(spread).exp()
     x = (x * 2.0**power).masked_fill(torch.rand(300, generator=generator) < 0.3, 0)
     assert torch.equal(_round_trip(codec, x).sign(), x.sign())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("codec", LOSSY.values(), ids=LOSSY)
+def test_the_smallest_numbers_do_not_become_zero(codec: Codec, dtype: torch.dtype) -> None:
+    """bfloat16 ends at 2⁻¹³³, float32 at 2⁻¹⁴⁹: what is smaller was rounded to zero."""
+    limits = torch.finfo(dtype)
+    powers = torch.exp2(torch.linspace(math.log2(limits.tiny * limits.eps), 0, 999, dtype=torch.float64)).to(dtype)
+    x = torch.cat([powers, -powers, torch.zeros(50, dtype=dtype)])
+    for order in (torch.arange(len(x)), torch.randperm(len(x), generator=torch.Generator().manual_seed(0))):
+        assert torch.equal(_round_trip(codec, x[order]).sign(), x[order].sign())
 
 
 def test_the_gradient_of_a_relu_is_exact() -> None:

@@ -119,7 +119,7 @@ def test_weights_derived_from_others_wait(make: Callable[[], nn.Module], options
 
     pending = assert_split_equals_backward(model, x, ids, call=call, rtol=1e-4, atol=1e-5)
     assert runs == 8  # two rounds, ours and the reference, forward and recomputation
-    plain = split.backward_input(model(x, ids), torch.ones_like(model(x, ids)), x)[1]
+    plain = split.backward_input(model(x, ids), torch.ones_like(model(x, ids)), [x])[1]
     assert names(model, pending.deferred) == names(model, plain.deferred)
     assert pending.deferred
 

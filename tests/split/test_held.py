@@ -62,7 +62,7 @@ def test_nbytes_is_what_is_alive(make: Callable[[], nn.Module], call: Call, need
         with intercept(watched):
             x = torch.randn(2, 6, WIDTH).requires_grad_(needs)
             output = call(model, x, ids.clone())
-            pending = split.backward_input(output, torch.ones_like(output), x)[1]
+            pending = split.backward_input(output, torch.ones_like(output), [x])[1]
         del x, output
     assert pending.nbytes == watched.alive
     pending.run()

@@ -272,3 +272,29 @@ def test_bad_input(model: nn.Module, x: Tensor, outputs: Any, grads: Any, messag
         split.backward_input(outputs(y), grads(y), x)
     y.sum().backward()  # nothing was spoiled
     assert model[0].weight.grad is not None
+
+
+def test_an_input_that_needs_no_gradient(model: nn.Module, x: Tensor) -> None:
+    """Asked for alone it is a mistake; among others there is none for it."""
+    batch = torch.randn(5, 4)
+    with pytest.raises(
+        SplitError, match=r"must require one; got a tensor of shape \(5, 4\) that does not.*leave inputs"
+    ):
+        split.backward_input(model(batch).sum(), None, batch)
+    assert split.backward_input(model(batch).sum(), None, [batch])[0] == [None]
+    none, grad = split.backward_input(model(x * batch).sum(), None, (batch, x))[0]
+    assert none is None
+    assert grad is not None
+
+
+@pytest.mark.parametrize("first", ["plain", "split"])
+def test_a_graph_whose_backward_has_run(model: nn.Module, x: Tensor, first: str) -> None:
+    """torch would say to pass retain_graph=True, which a split does not take."""
+    y = model(x).square().sum()
+    if first == "plain":
+        y.backward()
+    else:
+        split.backward_input(y, None, x)
+    with pytest.raises(SplitError, match=r"a second time.*Fix: run the forward again") as caught:
+        split.backward_input(y, None, x)
+    assert "retain_graph" not in str(caught.value)

@@ -145,7 +145,7 @@ def test_after_i_only_what_w_needs_is_alive(first_stage: bool) -> None:
     alive = {name: weakref.ref(t.untyped_storage()) for name, t in {"h": h, "n": n, "g": g}.items()}
     del h, n, g
     assert all(ref() is not None for ref in alive.values())  # the graph saved each of them
-    _, pending = split.backward_input(y, torch.randn(5, 4), x)
+    _, pending = split.backward_input(y, torch.randn(5, 4), [x])
     del y
     assert [name for name, ref in alive.items() if ref() is not None] == ["g"]  # the second layer's input
     # both layers' inputs and output gradients, and the norm's two small gradients

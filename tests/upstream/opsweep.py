@@ -27,14 +27,14 @@ def main() -> int:
     parser.add_argument("sweeps", nargs="*", choices=[*SWEEPS, []], help="which, unless all")
     parser.add_argument("--share", type=int, default=1, help="sweep one part of so many")
     parser.add_argument("--of", type=int, default=0, help="which part, from 0")
-    parser.add_argument("--verbose", action="store_true", help="print every fault")
+    parser.add_argument("--verbose", action="store_true", help="print every difference")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     faults = 0
     for name in asked.sweeps or SWEEPS:
         tally = SWEEPS[name](lambda number: number % asked.share == asked.of)
         if asked.verbose:
-            print(*tally.faults, sep="\n")  # noqa: T201 - a program
+            print(*tally.changed, *tally.faults, sep="\n")  # noqa: T201 - a program
         print(f"{name}: {tally}", flush=True)  # noqa: T201
         faults += len(tally.faults)
     return 1 if faults else 0

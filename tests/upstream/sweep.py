@@ -32,13 +32,15 @@ class Tally:
 
     samples: int = 0
     comparisons: int = 0
-    skipped: int = 0  # torch itself refuses the sample
+    skipped: int = 0  # torch itself refuses the sample, or no gradient is asked of it
+    changed: list[str] = field(default_factory=list)  # torch's own means change the gradients of the sample too
     faults: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        causes = Counter(fault.split(": ", 1)[1][:160] for fault in self.faults)
         rows = [f"{self.samples} samples, {self.comparisons} comparisons, {self.skipped} that torch refuses"]
-        rows += [f"{len(self.faults)} faults"] + [f"  {count} x {cause}" for cause, count in causes.most_common()]
+        for what, found in (("that torch's own means change too", self.changed), ("faults", self.faults)):
+            causes = Counter(each.split(": ", 1)[1][:160] for each in found)
+            rows += [f"{len(found)} {what}"] + [f"  {count} x {cause}" for cause, count in causes.most_common()]
         return "\n".join(rows)
 
 

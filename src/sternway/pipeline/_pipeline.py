@@ -23,6 +23,7 @@ from sternway.pipeline.faults._report import default_folder
 from sternway.pipeline.pretrained._generate import generate
 from sternway.pipeline.pretrained._save import save_model
 from sternway.pipeline.step._batch import Batch
+from sternway.pipeline.step._evaluation import in_eval_mode
 from sternway.pipeline.step._grads import DataParallel, Gradients, check_norm, check_ties, resolve_ties
 from sternway.pipeline.step._guard import Guard
 from sternway.pipeline.step._microbatch import Chunk, ChunkSpec
@@ -58,7 +59,8 @@ class Pipeline:
         sample: for a whole model, one microbatch, to find what crosses the cuts and to measure costs; a tensor, a tuple
             of arguments, or a dict of keyword arguments. Needed on the first rank only.
         sample_target: its target, to measure the loss, too.
-        memory_limit: how many microbatches' activations a rank may keep; for "auto", twice the ranks by default.
+        memory_limit: how many microbatches' activations a rank may keep, as F leaves them; for "auto", twice the ranks
+            by default, of what I leaves if that is more.
         ranks: the number of ranks; the transport's by default.
         transport: ``DistTransport()`` over all processes by default.
         tied: groups of names of parameters that are one parameter: gradients are summed, values kept equal.
@@ -116,7 +118,7 @@ class Pipeline:
             stages=stages, schedule=schedule, n_microbatches=n_microbatches, ranks=ranks, transport=transport,
             chunk=chunk, loss_fn=loss_fn, reports=reports, mesh=mesh, scaler=scaler, reduce_dtype=reduce_dtype,
         )  # fmt: skip
-        check_weights(stages, weights, sample, device)
+        check_weights(stages, weights, device)
         place = None if weights is None else device_of(device or "cpu")
         self.transport = transport or default_transport(mesh, dynamic, heartbeat_timeout)
         self.transport.place(devices_of(stages) if place is None else [place])
@@ -196,13 +198,27 @@ class Pipeline:
         *inputs: Any,
         target: Any = None,
         stage_kwargs: dict[str, Any] | None = None,
-        loss_everywhere: bool = False,
+        loss_everywhere: bool = True,
         return_outputs: bool = True,
+        join: bool = True,
         **keywords: Any,
     ) -> StepResult:
-        """Run the forward alone, without gradients. The arguments are those of ``step``."""
-        options = StepOptions(False, loss_everywhere, return_outputs)
-        return self._runner.step(Batch(inputs, keywords, target, stage_kwargs), options)
+        """Run the forward alone, without gradients and in eval mode. Afterwards all modules are in their modes again.
+
+        Args:
+            inputs: those of ``step``, as are the arguments that are not described here.
+            target: of the loss; without one (and without labels, for a model's own loss) the loss is None.
+            stage_kwargs: keyword arguments for every stage.
+            loss_everywhere: return the loss on every rank; else only on that of the last stage.
+            return_outputs: return the outputs, on the rank of the last stage.
+            join: join the outputs of the microbatches along the dimension that the batch was cut along. If False, or
+                if the batch is not cut by ``Chunk``, they are a list. A value that has no rows becomes a list, too,
+                unless it is the same in all.
+            keywords: keyword arguments of the first stage.
+        """
+        options = StepOptions(False, loss_everywhere, return_outputs, join=join)
+        with in_eval_mode(self.stages):
+            return self._runner.step(Batch(inputs, keywords, target, stage_kwargs), options)
 
     # The optimizer
 

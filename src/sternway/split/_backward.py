@@ -9,7 +9,7 @@ have run), and the saved tensors are not freed yet. Everything else is freed as 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from math import prod
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import handle_torch_function, has_torch_function
 
 from sternway._torch import autograd
+from sternway._torch.failures import failure_of
 from sternway._torch.saved_hooks import recomputation, sharing
 from sternway._torch.tensors import ORDINARY
 from sternway._tree import children, leaves, replace_leaves
@@ -28,7 +29,7 @@ from sternway.split._part import Edge
 from sternway.split._pending import Pending
 from sternway.split._planner import make_plan
 from sternway.split._unseen import UNSEEN
-from sternway.split._unsupported import refuse_resharded, spend
+from sternway.split._unsupported import a_second_time, refuse_resharded, spend
 from sternway.split.compiled._offer import Offer, making
 from sternway.split.eager._catch import catching, stopping, without_hooks
 from sternway.split.eager._work import deferred_work, in_order
@@ -57,13 +58,15 @@ def backward_input(
         grad_outputs: a gradient for each output, nested in the same way. None means no gradient, except that a
             scalar's is 1, as in ``backward()``.
         inputs: the tensors (or ``GradientEdge``s) whose gradients are returned. Gradient does not flow past them, and
-            their ``.grad`` is not changed.
+            their ``.grad`` is not changed. One tensor alone must need a gradient; in a list, some need none, such as
+            token ids.
         exact: whether what W adds to a ``.grad`` that is there already must equal autograd's in every bit. Otherwise a
             matrix product is added in the kernel that computes it, which is faster and rounds once less. Where there
             are hooks, a parameter that is used both as it is and transposed may differ in the last bit all the same.
 
     Returns:
-        The gradients, nested as ``inputs``, None where there is none; and the ``Pending``.
+        The gradients, nested as ``inputs``, None for an input that needs none or that the outputs do not depend on;
+        and the ``Pending``.
 
     Raises:
         SplitError: the backward cannot be split. Nothing was computed; the message says what to change.
@@ -73,6 +76,12 @@ def backward_input(
     if others and has_torch_function(others):  # a subclass may stand for another tensor, which it then passes to us
         return handle_torch_function(backward_input, others, outputs, grad_outputs, inputs, exact=exact)
     wanted = edges_of(inputs, "inputs")
+    if isinstance(inputs, Tensor) and not wanted:
+        raise SplitError(
+            "the input whose gradient is asked for must require one",
+            got=f"{_describe(inputs)} that does not",
+            fix="call x.requires_grad_() before the forward; or, if no gradient is needed, leave inputs out",
+        )
     plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()), exact)
 
     places = plan.inputs
@@ -83,7 +92,7 @@ def backward_input(
     edges += [GradientEdge(*part.edge) for part in plan.branches] + [GradientEdge(node, 0) for node in plan.triggers]
     offers = [Offer(each.node, each.positions) for each in plan.opaque]
     group = recomputation() if plan.recomputes else None
-    with sharing(group) if group else nullcontext():
+    with _used_once(), sharing(group) if group else nullcontext():
         with catching(plan.cuts), making(offers), without_hooks(asked) as ran, stopping(plan.inner) as stopped:
             found = torch.autograd.grad(tensors, edges, grads, allow_unused=True) if edges else ()
         of_nodes = found[len(places) :]
@@ -105,6 +114,17 @@ def backward_input(
     refuse_resharded(pending.deferred)
     grad_at = dict(zip(places, found, strict=False)) | stopped
     return replace_leaves(lambda leaf: grad_at.get(wanted[id(leaf)]) if id(leaf) in wanted else None, inputs), pending
+
+
+@contextmanager
+def _used_once() -> Iterator[None]:
+    """A block that uses a graph. If its backward has run, torch says to pass retain_graph=True; a split has none."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, SplitError) and failure_of(error) == "twice":
+            raise a_second_time() from error
+        raise
 
 
 def edges_of(tree: Any, name: str) -> dict[int, Edge]:

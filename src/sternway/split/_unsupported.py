@@ -82,7 +82,12 @@ def refuse_spent(node: Any) -> None:
 
 
 def _refuse(*_: Any) -> None:
-    raise SplitError(
+    raise a_second_time()
+
+
+def a_second_time() -> SplitError:
+    """The error if a graph is used again whose backward has run."""
+    return SplitError(
         "Trying to backward through the graph a second time, which cannot be done after a split",
         got="a graph whose backward has run",
         fix="run the forward again",

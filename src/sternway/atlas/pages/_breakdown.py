@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from sternway.atlas._records import Definition
-from sternway.atlas.pages._about import About
+from sternway.atlas.pages._about import About, Brief
 from sternway.atlas.pages._blocks import (
     At,
     Block,
@@ -66,7 +66,7 @@ def _has_article(about: About, items: list[Definition]) -> bool:
     return (
         items[0].kind != "variable"
         and any(item.doc for item in items)
-        and not (about.brief > 3 or (about.brief > 1 and private))
+        and not (about.brief >= Brief.FUNCTIONS or (about.brief >= Brief.PRIVATE and private))
     )
 
 
@@ -113,7 +113,7 @@ def _article(about: About, items: list[Definition], level: int) -> Iterator[Bloc
         yield Paragraph((about.span(item),))
         if item.doc and item.doc not in seen:
             seen.add(item.doc)
-            if about.brief > 2:
+            if about.brief >= Brief.DOCSTRINGS:
                 yield Paragraph(prose(first_paragraph(item.doc), _names(about, item)))
             else:
                 yield from described(item.doc, _names(about, item), item.signature if item.kind != "class" else "")
@@ -188,7 +188,7 @@ def _links(about: About, item: Definition) -> tuple[Ref, ...]:
 def _tables(about: About, names: list[str], groups: dict[str, list[Definition]], owner: str) -> Iterator[Block | None]:
     """Functions without a docstring, and variables, as tables."""
     items = [item for name in names for item in groups[name]]
-    if about.brief > 5:
+    if about.brief >= Brief.NAMES:
         listed: list[Words] = [
             (Code(item.name, item.name), " ", At(about.path, item.line, str(item.line))) for item in items
         ]
@@ -199,7 +199,7 @@ def _tables(about: About, names: list[str], groups: dict[str, list[Definition]],
             (Code(item.name, item.name),),
             (label(item),),
             (about.span(item),),
-            (Code(item.signature),) if item.signature and about.brief < 5 else (),
+            (Code(item.signature),) if item.signature and about.brief < Brief.SIGNATURES else (),
             joined((Code("@" + name),) for name in item.decorators),
             _derived(about, item),
         )
@@ -213,7 +213,7 @@ def _tables(about: About, names: list[str], groups: dict[str, list[Definition]],
             (about.span(item),),
             (Code(item.signature.removeprefix(": ")),) if item.signature else (),
             (Code(item.value),) if item.value else (),
-            prose(" ".join(item.doc.split()) if about.brief < 3 else first_paragraph(item.doc), about.names),
+            prose(" ".join(item.doc.split()) if about.brief < Brief.DOCSTRINGS else first_paragraph(item.doc), about.names),
         )
         for item in items
         if item.kind == "variable"
@@ -231,6 +231,6 @@ def _derived(about: About, item: Definition) -> Words:
     if item.raises:
         parts.append(("raises ", *joined((Code(text),) for text in item.raises)))
     if sites := dict(about.context.callers).get(item.name):
-        label = f"{len(sites):,} place{'s' * (len(sites) != 1)}"
-        parts.append((f"called at {label}, first ", At(*sites[0])))
+        count = f"{len(sites):,} places, first at " if len(sites) > 1 else ""
+        parts.append((f"called at {count}", *about.places(sites[:1])[0]))
     return joined(parts, "; ")

@@ -39,7 +39,8 @@ def svg(diagram: Diagram, link: Link) -> str:
         f'viewBox="0 0 {total:.0f} {height}">'
     )
     parts = [head]
-    parts += [_arrow(places[start], places[end]) for start, end in diagram.arrows]
+    if diagram.arrows:
+        parts.append(f'<path d="{"".join(_arrow(places[start], places[end]) for start, end in diagram.arrows)}"/>')
     parts += [_box(box, places[number], link) for number, box in enumerate(diagram.boxes)]
     return "".join([*parts, "</svg>"])
 
@@ -63,20 +64,20 @@ def _arrow(start: tuple[float, float, float], end: tuple[float, float, float]) -
 
 def _path(curve: str, x: float, y: float, way: int) -> str:
     back = x - 6 * way
-    return f'<path d="{curve}M{back:.0f} {y - 4:.0f}L{x:.0f} {y:.0f}L{back:.0f} {y + 4:.0f}"/>'
+    return f"{curve}M{back:.0f} {y - 4:.0f}L{x:.0f} {y:.0f} {back:.0f} {y + 4:.0f}"
 
 
 def _box(box: Box, place: tuple[float, float, float], link: Link) -> str:
     left, middle, width = place
-    kind = ' class="subject"' if box.is_subject else ""
+    kind = " class=subject" if box.is_subject else ""
     body = (
-        f'<rect{kind} x="{left:.0f}" y="{middle - _BOX / 2:.0f}" width="{width:.0f}"/>'
-        f'<text x="{left + width / 2:.0f}" y="{middle + 4:.0f}">{escape(shortened(box.text))}</text>'
+        f"<rect{kind} x={left:.0f} y={middle - _BOX / 2:.0f} width={width:.0f} />"
+        f"<text x={left + width / 2:.0f} y={middle + 4:.0f}>{escape(shortened(box.text))}</text>"
     )
     if box.target is None:
         return body
     title = f"<title>{escape(box.text)}</title>" if shortened(box.text) != box.text else ""
-    return f'<a href="{link(box.target)}">{title}{body}</a>'
+    return f"<a href={link(box.target)}>{title}{body}</a>"
 
 
 def mermaid(diagram: Diagram) -> Iterator[str]:

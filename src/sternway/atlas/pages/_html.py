@@ -143,7 +143,7 @@ class HtmlWriter:
         if not name or name in self.anchors:
             return ""
         self.anchors.add(name)
-        return f' id="{anchor_of(name)}"'
+        return f" id={anchor_of(name)}"
 
     def _signature(self, block: Signature) -> str:
         """Code whose known names are links. The first name is the definition's own."""
@@ -167,14 +167,15 @@ class HtmlWriter:
             return f"<em>{escape(item.text, quote=False)}</em>"
         if isinstance(item, At):
             label = item.text or f"{shown(item.path)}:{item.line}"
-            return f'<a href="{self.target(item)}">{escape(label)}</a>'
+            return f"<a href={self.target(item)}>{escape(label)}</a>"
         if isinstance(item, Ref):
-            return f'<a href="{self.target(item)}"><code>{escape(item.text)}</code></a>'
+            return f"<a href={self.target(item)}><code>{escape(item.text)}</code></a>"
         if isinstance(item, Url):
             return f'<a href="{escape(item.address)}">{escape(item.text)}</a>'
-        return f'<a href="{self.target(item)}">{escape(item.text)}</a>'
+        return f"<a href={self.target(item)}>{escape(item.text)}</a>"
 
     def target(self, item: At | To | Ref) -> str:
+        """A link's address; it needs no quotes, since the paths of pages have none of the characters that do."""
         if isinstance(item, At):
             source = relative(self.page, "source", item.path, ".html")
             return f"{'' if source == self.base else source}#L{item.line}"
@@ -203,4 +204,4 @@ def _name(match: re.Match[str], known: dict[str, Ref], target: Any) -> str:
     text, ref = match[0], known.get(match[0])
     if ref is None or match.string[match.end() : match.end() + 1] in (":", "="):  # a parameter's own name
         return text
-    return f'<a href="{target(ref)}">{text}</a>'
+    return f"<a href={target(ref)}>{text}</a>"

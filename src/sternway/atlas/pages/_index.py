@@ -121,7 +121,18 @@ def folder_rows(folder: str, entries: Iterable[IndexEntry], base: str) -> Iterat
             html_links.append(f"<a href={target}>{html_escape(where)}</a>")
         more = f" ({_PLACES} of {len(found):,})" if len(found) > _PLACES else ""
         html = f"<dt>{html_escape(tail)}<small>{kind}</small><dd>{', '.join(html_links)}{more}"
-        yield IndexRow(tail, f"- {code(tail)} {kind} defined at {', '.join(links)}{more}", html)
+        yield IndexRow(tail, f"- {code(tail)} {kind} {', '.join(links)}{more}", html)
+
+
+def folder_heads(folder: str, below: str) -> tuple[str, str]:
+    """What the index of a folder says in place of rows, if all its files are in one folder below it."""
+    page, html_page = folder_page(folder, "sub.md"), folder_page(folder, "sub.html")
+    said, name = "All definitions are below", shown(below)
+    target, html_target = page_of("sub", below, ".md"), page_of("sub", below, ".html")
+    return (
+        f"{said} [{escape(name)}]({link(page, target)}).",
+        f"<p>{said} <a href={link(html_page, html_target)}>{html_escape(name)}</a>.</p>",
+    )
 
 
 # -- pages

@@ -39,9 +39,15 @@ _SPECIAL = re.compile(r"([\\`*_\[\]<>|&~#])")
 _TICKS = re.compile(r"`+")
 
 
-def to_markdown(page: Page, base: str) -> str:
-    """The whole page. ``base``: where the source is, as ``source_link`` takes it."""
-    writer = MarkdownWriter(f"{page.name}.md", base)
+def to_markdown(page: Page, base: str, unlinked: str = "") -> str:
+    """The whole page.
+
+    Args:
+        page: the page.
+        base: where the source is, as ``source_link`` takes it.
+        unlinked: a source file whose lines are named without links, which are most of a long page.
+    """
+    writer = MarkdownWriter(f"{page.name}.md", base, unlinked)
     parts = [f"# {escape(page.title)}", ""]
     for section in page.sections:
         if section.title:
@@ -81,8 +87,8 @@ def fenced(text: str, lexer: str) -> Iterator[str]:
 class MarkdownWriter:
     """Writes the blocks of one page."""
 
-    def __init__(self, page: str, base: str) -> None:
-        self.page, self.base = page, base
+    def __init__(self, page: str, base: str, unlinked: str = "") -> None:
+        self.page, self.base, self.unlinked = page, base, unlinked
 
     def block(self, block: Block) -> Iterator[str]:
         if isinstance(block, Paragraph):
@@ -131,10 +137,11 @@ class MarkdownWriter:
         if isinstance(item, Emphasis):
             return f"*{escape(item.text)}*"
         if isinstance(item, At):
-            label = item.text or f"{shown(item.path)}:{item.line}"
-            return f"[{escape(label)}]({self.source(item.path, item.line)})"
+            label = escape(item.text or f"{shown(item.path)}:{item.line}")
+            return label if item.path == self.unlinked else f"[{label}]({self.source(item.path, item.line)})"
         if isinstance(item, Ref):
-            return f"[{self._code(item.text, in_table)}]({self.source(item.path, item.line)})"
+            name = self._code(item.text, in_table)
+            return name if item.path == self.unlinked else f"[{name}]({self.source(item.path, item.line)})"
         if isinstance(item, Url):
             return f"[{escape(item.text)}]({item.address})"
         return f"[{escape(item.text)}]({self.to(item)})"

@@ -53,7 +53,8 @@ def overview(about: About) -> Section | None:
     elif derived := _derived(about):
         said = [Paragraph((Strong("Derived from the code:"), " ", *derived))]
     if about.brief:
-        said.insert(0, sentence(f"The file is large, so this page is brief: {', '.join(BRIEF[: about.brief])}."))
+        left_out = ", ".join(text for level, text in BRIEF.items() if level <= about.brief)
+        said.insert(0, sentence(f"The file is large, so this page is brief: {left_out}."))
     entry = sentence("It is an entry point: ", about.context.is_entry, ".") if about.context.is_entry else None
     public = None
     if about.facts.exports:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sternway.atlas._paths import shown
-from sternway.atlas.pages._about import About
+from sternway.atlas.pages._about import About, Brief
 from sternway.atlas.pages._blocks import (
     At,
     Block,
@@ -59,8 +59,8 @@ def cross_references(about: About) -> Section | None:
         (name, [(Code(symbol.name), " ", At(symbol.path, symbol.line)) for symbol in symbols])
         for name, symbols in about.context.subclasses
     ]
-    calls = [(name, [(At(*by),) for by in sites]) for name, sites in about.context.callers]
-    most = 1 if about.brief else _CALLS
+    calls = [(name, about.places(sites)) for name, sites in about.context.callers]
+    most = 1 if about.brief >= Brief.LISTS else _CALLS
     return section(
         "Cross-references",
         _listed("Imported by ", [(At(*by),) for by in about.context.importers]),

@@ -46,11 +46,7 @@ def _keywords(reading: Reading, text: str) -> list[Keyword]:
         words.add(doc, line)
     for comment, line in comments(text):
         words.add(comment, line)
-    found = []
-    for name, lines in reading.lines.items():
-        kind, line = reading.kinds.get(name, ("name", 0))
-        found.append(Keyword(name, kind, line, tuple(sorted({*lines} - {line}))))
-    return sorted([*found, *words.keywords()], key=lambda word: (word.name.casefold(), word.name, word.kind == "word"))
+    return words.keywords(reading.lines, reading.kinds)
 
 
 def parse(text: str) -> ast.Module:

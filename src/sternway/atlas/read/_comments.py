@@ -55,8 +55,4 @@ def keywords_of(text: str, definitions: tuple[Definition, ...], *, has_comments:
         name = re.split(r"::|\.", item.name)[-1]
         kinds.setdefault(name, (item.kind, item.line))
         lines.setdefault(name, set()).add(item.line)
-    found = [
-        Keyword(name, *kinds.get(name, ("name", 0)), tuple(sorted(at - {kinds.get(name, ("", 0))[1]})))
-        for name, at in lines.items()
-    ]
-    return sorted([*found, *words.keywords()], key=lambda word: (word.name.casefold(), word.name, word.kind == "word"))
+    return words.keywords(lines, kinds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 
 from sternway.atlas._records import Keyword
 
@@ -44,5 +45,17 @@ class WordIndex:
                 if word not in STOP_WORDS:
                     self._lines.setdefault(word, set()).add(number)
 
-    def keywords(self) -> list[Keyword]:
-        return [Keyword(word, "word", 0, tuple(sorted(lines))) for word, lines in sorted(self._lines.items())]
+    def keywords(
+        self, names: Mapping[str, Iterable[int]] | None = None, kinds: Mapping[str, tuple[str, int]] | None = None
+    ) -> list[Keyword]:
+        """The words in order, and identifiers among them. A word that is also an identifier is one keyword.
+
+        Args:
+            names: the lines of each identifier.
+            kinds: the kind and the defining line of those that the file defines.
+        """
+        found = {word: Keyword(word, "word", 0, tuple(sorted(lines))) for word, lines in self._lines.items()}
+        for name, lines in (names or {}).items():
+            kind, line = (kinds or {}).get(name, ("name", 0))
+            found[name] = Keyword(name, kind, line, tuple(sorted({*lines, *self._lines.get(name, ())} - {line})))
+        return sorted(found.values(), key=lambda word: (word.name.casefold(), word.name))

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import gc
+import posixpath
 import sys
 import textwrap
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from sternway.atlas._paths import file_page, folder_page, shown
 from sternway.atlas._records import Facts, Keyword, pack, pack_keywords, unpack, unpack_keywords
-from sternway.atlas.pages._about import BRIEF, About
+from sternway.atlas.pages._about import About, Brief
 from sternway.atlas.pages._blocks import Page
 from sternway.atlas.pages._file_page import file_docs, file_source
 from sternway.atlas.pages._html import to_html
-from sternway.atlas.pages._index import IndexEntry, file_heads, file_rows, folder_rows, write_index
+from sternway.atlas.pages._index import IndexEntry, file_heads, file_rows, folder_heads, folder_rows, write_index
 from sternway.atlas.pages._links import Links, page_of, read_links
 from sternway.atlas.pages._markdown import to_markdown
 from sternway.atlas.pages._search import SearchSource, shards
@@ -121,9 +122,10 @@ class Describe(NamedTuple):
         return Done(tuple(outputs), tuple(problems))
 
     def _pages(self, about: About, keywords: list[Keyword], key: str) -> Iterator[Output]:
-        for brief in range(len(BRIEF) + 1):
+        for brief in Brief:
             page = file_docs(about._replace(brief=brief))
-            texts = to_markdown(page, self.site.base), to_html(page, self.site.tree)
+            unlinked = about.path if brief else ""
+            texts = to_markdown(page, self.site.base, unlinked), to_html(page, self.site.tree)
             if max(len(text.encode("utf-8", "replace")) for text in texts) < LARGEST_PAGE:
                 break
         for suffix, text in zip((".md", ".html"), texts, strict=True):
@@ -173,16 +175,21 @@ class Index(NamedTuple):
         if self.search:
             made = shards(self._searched(path) for path in self.paths).items()
             return Done(tuple(plain(self.site.out, f"_site/search/{name}", self.key, text) for name, text in made))
+        title = f"Definitions below {shown(self.folder) or self.site.tree}"
+        page = Page(folder_page(self.folder, "sub"), self.folder, title, ())
+        below = posixpath.commonpath([path.rpartition("/")[0] for path in self.paths] or [self.folder])
+        if below != self.folder:
+            return self._written(write_index(page, self.site.tree, (), folder_heads(self.folder, below)))
         entries = (
             IndexEntry(item.name.replace("::", ".").rpartition(".")[2], item.name, item.kind, path, item.line)
             for path in self.paths
             for item in unpack(_lines(self.site.out, path)[2]).definitions
             if item.kind != "variable" or "." not in item.name
         )
-        title = f"Definitions below {shown(self.folder) or self.site.tree}"
-        page = Page(folder_page(self.folder, "sub"), self.folder, title, ())
         rows = folder_rows(self.folder, entries, self.site.base)
-        written = write_index(page, self.site.tree, rows)
+        return self._written(write_index(page, self.site.tree, rows))
+
+    def _written(self, written: Iterable[tuple[str, str]]) -> Done:
         return Done(tuple(out for name, text in written for out in _write(self.site.out, name, self.key, text)))
 
     def _searched(self, path: str) -> SearchSource:

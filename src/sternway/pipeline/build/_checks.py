@@ -52,7 +52,7 @@ def check_arguments(**arguments: Any) -> None:
             raise PipelineError(f"{name} must {rule}", got=got, fix="see the arguments of Pipeline")
 
 
-def check_weights(stages: Any, weights: Any, sample: Any, device: Any) -> None:
+def check_weights(stages: Any, weights: Any, device: Any) -> None:
     """Raise unless a model without weights, and only such a model, comes with a function that gives them."""
     if weights is None:
         if is_empty(stages):
@@ -70,10 +70,6 @@ def check_weights(stages: Any, weights: Any, sample: Any, device: Any) -> None:
             "weights are for a whole model whose parameters are on the meta device",
             got=type(stages).__name__,
             fix="leave weights= out, or make the model in a block torch.device('meta')",
-        )
-    if sample is None:
-        raise PipelineError(
-            "a model without weights needs a sample", got="none", fix="pass sample=, arguments of the model: one row"
         )
 
 

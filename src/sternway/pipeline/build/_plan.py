@@ -160,6 +160,12 @@ def _agreed_layout(
     """Where the model can be cut: as the first rank finds, so that all decide alike."""
 
     def find() -> Layout:
+        if request.weights is not None and request.sample is None:
+            raise PipelineError(
+                "a model without weights needs a sample, on the first rank",
+                got="none",
+                fix="pass sample=, arguments of the model: one row",
+            )
         whole = model if request.weights is None else on_zeros(model)
         return lay_out(whole, request.sample, wanted=count, named=named or ())
 
@@ -212,7 +218,9 @@ def _schedule(request: BuildRequest, costs: Costs, stages_per_rank: int = 1) -> 
         costs,
         ranks=ranks,
         microbatches=microbatches,
-        memory_limit=float(2 * ranks) if request.memory_limit is None else request.memory_limit,
+        memory_limit=2 * ranks * max(1.0, costs.memory_after_I)
+        if request.memory_limit is None
+        else request.memory_limit,
         stages_per_rank=stages_per_rank,
     )
 

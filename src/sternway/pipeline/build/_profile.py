@@ -92,7 +92,7 @@ class Profile:
             W=self.W,
             B=self.B if gains else None,
             comm=self.comm,
-            memory_after_I=min(1.0, sum(self.bytes_after_I) / kept) if kept else 1.0,
+            memory_after_I=sum(self.bytes_after_I) / kept if kept else 1.0,
         )
 
     @property

@@ -159,10 +159,15 @@ class ModelPart(nn.Module):
             holder = holder.get_submodule(step)
         return holder
 
+    @property
+    def model(self) -> nn.Module:
+        """The whole model."""
+        return self._cut[0].model
+
     def train(self, mode: bool = True) -> ModelPart:
         """Set the mode of the whole model, whose code between the pieces runs in every stage."""
         super().train(mode)
-        self._cut[0].model.train(mode)
+        self.model.train(mode)
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

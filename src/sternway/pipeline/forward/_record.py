@@ -162,12 +162,14 @@ class Recorder(Follower):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._aside:
             return super().__torch_function__(func, types, args, kwargs)
-        for tensor in tensors_in(args, kwargs):
+        given = tensors_in(args, kwargs)
+        for tensor in given:
             for name in self._names.get(id(tensor), ()):
                 self.flow.kept.setdefault(name, set()).add(self.segment)
         result = func(*args, **(kwargs or {}))
+        known = {*map(id, given), *self._names, *self._batch}  # what it is given may come back, as from x.to(x.dtype)
         for tensor in tensors_in(result):
-            if self.key_of(tensor) is None and id(tensor) not in self._names and id(tensor) not in self._batch:
+            if self.key_of(tensor) is None and id(tensor) not in known:
                 self._made_inside[id(tensor)] = tensor, self.segment
         return result
 

@@ -10,7 +10,16 @@ from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import LABELS, shares
 from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.step._loss import uneven
-from sternway.pipeline.step._microbatch import Chunk, ChunkSpec, Microbatch, cut, piece_sizes, rows_of, weights
+from sternway.pipeline.step._microbatch import (
+    Chunk,
+    ChunkSpec,
+    Microbatch,
+    Presplit,
+    cut,
+    piece_sizes,
+    rows_of,
+    weights,
+)
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.transport._facts import checksum
 from sternway.pipeline.transport._payload import CONSTANT, pack
@@ -58,7 +67,7 @@ class Batch:
                 got=type(self.stage_kwargs).__name__,
                 fix="pass {name: value}",
             )
-        arguments = cut(self.inputs, count, chunk, "the batch") if 0 in stages else [()] * count
+        arguments = self._cut_inputs(count, chunk) if 0 in stages else [()] * count
         named = cut(self.keywords, count, chunk, "the batch") if 0 in stages else [None] * count
         targets = cut(self.target, count, chunk, "the target") if last in stages else [None] * count
         shared = cut(self.stage_kwargs, count, chunk, "stage_kwargs")
@@ -75,6 +84,12 @@ class Batch:
                 zip(arguments, named, shared, targets, strict=True), parts, sizes, of_labels, strict=True
             )
         ]
+
+    def _cut_inputs(self, count: int, chunk: ChunkSpec) -> list[tuple[Any, ...]]:
+        if not isinstance(chunk, Presplit):
+            return cut(self.inputs, count, chunk, "the batch")
+        each = [cut(value, count, chunk, "the batch") for value in self.inputs]
+        return [tuple(pieces[index] for pieces in each) for index in range(count)]
 
 
 def shapes_checksum(microbatches: list[Microbatch], modes: list[bool]) -> int:

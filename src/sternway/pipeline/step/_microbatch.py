@@ -32,7 +32,11 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Presplit:
-    """The value is already a sequence with one entry for each microbatch."""
+    """Each argument is already a sequence with one entry for each microbatch; so are the target and keyword arguments.
+
+    Example:
+        >>> pipe.step([ids_0, ids_1], mask=[mask_0, mask_1], target=[goal_0, goal_1])    # doctest: +SKIP
+    """
 
 
 ChunkSpec = Chunk | Replicate | Presplit
@@ -66,6 +70,9 @@ def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
     """
     if isinstance(spec, Replicate) or value is None:
         return [value] * count
+    if isinstance(spec, Presplit) and isinstance(value, dict):
+        named = {name: cut(each, count, spec, name) for name, each in value.items()}
+        return [{name: pieces[index] for name, pieces in named.items()} for index in range(count)]
     if isinstance(spec, Presplit):
         rule = f"{what} must be a sequence of {count} with Presplit(), one entry for each microbatch"
         PipelineError.unless(isinstance(value, Sequence), rule, value, "pass a list")

@@ -23,13 +23,14 @@ class StepResult:
 
     Attributes:
         loss: the loss of the batch, on the rank of the last stage, or on all with ``loss_everywhere``; else None.
-        outputs: the last stage's output for each microbatch, on its rank, with ``return_outputs``; else None.
+        outputs: the last stage's, on its rank, with ``return_outputs``; else None. Those of ``step`` are a list with
+            one for each microbatch; those of ``evaluate`` are joined along the batch.
         nonfinite: where gradients that are not finite came from, if there were some and they were looked for.
         measured: waits for what ``timeline`` returns, if it was recorded.
     """
 
     loss: Tensor | None
-    outputs: list[Any] | None
+    outputs: Any
     nonfinite: str | None = None
     measured: Callable[[], Timeline] | None = None
 
@@ -45,7 +46,8 @@ class StepResult:
         lines = ["StepResult"]
         lines.append(f"  loss      {'not on this rank' if self.loss is None else f'{float(self.loss):.6g}'}")
         if self.outputs is not None:
-            lines.append(f"  outputs   of {len(self.outputs)} microbatches")
+            many = isinstance(self.outputs, list)
+            lines.append(f"  outputs   {f'of {len(self.outputs)} microbatches' if many else 'of the batch'}")
         if (timeline := self.timeline) is not None:
             idle = ", ".join(f"rank {rank} {1e3 * seconds:.2f} ms" for rank, seconds in enumerate(timeline.idle))
             lines.append(
@@ -58,22 +60,21 @@ class StepResult:
         return "\n".join(lines)
 
 
-def collect(
-    stages: dict[int, Stage], schedule: Schedule, transport: Transport, everywhere: bool, with_outputs: bool
-) -> tuple[Tensor | None, list[Any] | None]:
-    """The loss and outputs of a step, from the last stage."""
-    last = schedule.num_stages - 1
-    loss, outputs = None, None
-    if last in stages:
-        stage = stages[last]
-        if stage.losses:
-            loss = torch.stack([stage.losses[i] for i in sorted(stage.losses)]).sum()
-        if with_outputs:
-            outputs = [stage.outputs[i] for i in sorted(stage.outputs)]
-    if everywhere and transport.mine:
-        loss = torch.zeros((), device=transport.device) if loss is None else loss.float()
-        transport.copy_from(loss, schedule.rank_of(last), range(schedule.ranks))
-    return loss, outputs
+def collect_loss(
+    stages: dict[int, Stage], schedule: Schedule, transport: Transport, training: bool, everywhere: bool
+) -> Tensor | None:
+    """The loss of a step, from the last stage."""
+    last, loss = schedule.num_stages - 1, None
+    if last in stages and stages[last].losses:
+        losses = stages[last].losses
+        loss = torch.stack([losses[i] for i in sorted(losses)]).sum()
+    if not everywhere or not transport.mine:
+        return loss
+    told = torch.zeros(2, device=transport.device)  # the loss, and whether there is one
+    if loss is not None:
+        told = torch.stack([loss.float(), torch.ones_like(loss, dtype=torch.float)])
+    transport.copy_from(told, schedule.rank_of(last), range(schedule.ranks))
+    return told[0] if training or bool(told[1]) else None  # in training there is; to look would wait for a GPU
 
 
 def gather_timeline(

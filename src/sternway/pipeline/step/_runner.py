@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from sternway.errors import NonfiniteError
 from sternway.pipeline.faults import _nonfinite
@@ -23,11 +25,12 @@ from sternway.pipeline.faults._nonfinite import OnNonfinite
 from sternway.pipeline.faults._report import Progress
 from sternway.pipeline.faults._trial import Trial, Verdict
 from sternway.pipeline.step._batch import Batch, shapes_checksum
+from sternway.pipeline.step._evaluation import joined
 from sternway.pipeline.step._grads import Gradients
 from sternway.pipeline.step._guard import Guard
-from sternway.pipeline.step._microbatch import ChunkSpec, Microbatch
+from sternway.pipeline.step._microbatch import Chunk, ChunkSpec, Microbatch
 from sternway.pipeline.step._random import own_random_numbers, step_seed
-from sternway.pipeline.step._result import StepResult, collect, gather_timeline
+from sternway.pipeline.step._result import StepResult, collect_loss, gather_timeline
 from sternway.pipeline.step._run import RankStep, run_rank
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.step._state import StateBefore
@@ -48,6 +51,7 @@ class StepOptions:
     return_outputs: bool
     record: bool = False
     nonfinite: OnNonfinite | None = None
+    join: bool = False  # the outputs, along the batch
 
     def checksum(self) -> int:
         """A number that changes with what all ranks must agree on."""
@@ -142,20 +146,32 @@ class StepRunner:
                 stage.check_loss()
             verdict = self._verdict()
             if before is None or verdict == "kept":
-                return self._result(options, times)
+                return self._result(work, options, times)
             before.restore()
         if trial is not None and verdict == "nonfinite":
             self._reject(trial.on_nonfinite)
         return None
 
-    def _result(self, options: StepOptions, times: Callable[[], RankTimes]) -> StepResult:
+    def _result(self, work: _Work, options: StepOptions, times: Callable[[], RankTimes]) -> StepResult:
         stages, schedule, transport = self._stages, self._schedule, self._transport
-        loss, outputs = collect(stages, schedule, transport, options.loss_everywhere, options.return_outputs)
+        loss = collect_loss(stages, schedule, transport, options.training, options.loss_everywhere)
+        outputs = self._outputs(work, options, loss)
         measured = None
         if options.record:
             measured = gather_timeline(schedule, transport, times, self._offsets, self._memory_after_i)
         fine = options.nonfinite is None or self._all_finite()
         return StepResult(loss, outputs, None if fine else "somewhere", measured)
+
+    def _outputs(self, work: _Work, options: StepOptions, loss: Tensor | None) -> Any:
+        """The outputs of a step, if they were asked for and are here."""
+        stage = self._stages.get(self._schedule.num_stages - 1)
+        if not options.return_outputs or stage is None:
+            return None
+        outputs = [stage.outputs[i] for i in sorted(stage.outputs)]
+        if not options.join or not isinstance(self._chunk, Chunk):
+            return outputs
+        rows = [microbatch.rows for microbatch in work.microbatches]
+        return joined(outputs, rows, self._chunk.dim, stage.own_losses(), loss)
 
     def _run(self, work: _Work, keep_outputs: bool = False, record: bool = False) -> Callable[[], RankTimes]:
         """Run every action of this process's ranks. Afterwards the gradients are complete.

@@ -130,6 +130,17 @@ class Stage:
         _check_rows(output, microbatch)
         return self._weighed(self.loss_fn, output, microbatch)
 
+    def own_losses(self) -> list[Tensor]:
+        """Of each output, the loss that the model itself returned in it."""
+        if self.losses and isinstance(self.module, ModelPart) and self.module.uses_own_loss:
+            return [loss_of(output) for output in self.outputs.values()]
+        return []
+
+    def all_modules(self) -> list[nn.Module]:
+        """The modules of the stage; of a whole model, all, since its code between the pieces runs in every stage."""
+        whole = self.module.model.modules() if isinstance(self.module, ModelPart) else ()
+        return [*self.module.modules(), *whole]
+
     def check_loss(self) -> None:
         """At the end of a step: raise if the losses of its microbatches do not add up to that of the batch."""
         self._weighed.check_even()

@@ -35,11 +35,10 @@ class Carrier(ABC):
     """Carries the tensors of messages. The ranks are those of the pipeline.
 
     Attributes:
-        host_waits: whether ``Arriving.wait`` waits for the message itself, and not just for its turn on a GPU. If so,
-            receives may be posted as early as one likes.
+        ahead: how many messages of an edge may be asked for before they are needed.
     """
 
-    host_waits: bool
+    ahead: int
 
     @abstractmethod
     def connect(self, schedule: Schedule, routes: Routes) -> None:
@@ -66,8 +65,8 @@ class Carrier(ABC):
         """The seconds that a message takes to another rank and back. Both call it; the lower rank sends first."""
 
     @abstractmethod
-    def drop(self) -> None:
-        """Forget what is under way, since the pipeline is closed."""
+    def drop(self, timeout: float) -> None:
+        """Forget what is under way after so many seconds, since the pipeline is closed."""
 
 
 @final
@@ -78,7 +77,7 @@ class GlooCarrier(Carrier):
     tensors are kept until they are done.
     """
 
-    host_waits = True
+    ahead = 2
 
     def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
         self._groups, self._device = groups, device
@@ -119,7 +118,7 @@ class GlooCarrier(Carrier):
             self._groups.attempt(self._groups.attempt(call, message, there, group=self._groups.activations).wait)
         return time.perf_counter() - start
 
-    def drop(self) -> None:
+    def drop(self, timeout: float) -> None:
         self._sending.clear()
 
 

@@ -185,13 +185,18 @@ class DistTransport(Transport):
 
     def fail(self, error: BaseException) -> None:
         self._groups.tell(error)
-        self._drop_messages()
+        self._copies.drop()
+        if self._messenger is not None:
+            self._messenger.close(0.0)
+        if self._late_gathers is not None or self.device.type == "cuda":
+            self._groups.wake()  # threads that wait for other ranks
         if self._late_gathers is not None:
-            self._groups.wake()
             self._late_gathers.stop()
         self._groups.close(failed=True)
 
     def close(self) -> None:
+        if self._messenger is not None:
+            self._messenger.close(self._timeout)
         if self.device.type == "cuda":  # the host may be ahead of the GPU: let that end what was posted
             try:
                 self._groups.attempt(torch.cuda.synchronize, self.device)
@@ -202,13 +207,7 @@ class DistTransport(Transport):
         if self._late_gathers is not None:
             self._late_gathers.stop(self._timeout)
         self._copies.finish()
-        self._drop_messages()
         self._groups.close()
-
-    def _drop_messages(self) -> None:
-        self._copies.drop()
-        if self._messenger is not None:
-            self._messenger.close()
 
     def _awaited(self, place: int) -> Position | None:
         """The action that this rank waits for, if it is the watched rank at this place that does it."""

@@ -1,14 +1,14 @@
 """Sends and receives the messages of one rank.
 
-Receives are posted ahead, in the order in which the sender sends: NCCL needs that, gloo does not mind.
+Messages are asked for ahead, in the order in which the sender sends: NCCL needs that, gloo does not mind.
 
 The first time, each activation is preceded by its description (``Spec``). Both sides keep it, and send tensors alone
 while the batch has the same shapes. A gradient needs no description: it is like its activation. Descriptions travel
 from host to host, over gloo.
 
 So do the tensors themselves in the first step with a batch's shapes, also between GPUs. In that step CUDA loads
-kernels, which waits for everything on the GPU, and so for NCCL's receives; two ranks that load at the same time would
-wait for each other for ever.
+kernels, which waits for everything on the GPU, and so for what NCCL has begun to send; two ranks that load at the same
+time would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from torch import Tensor
 from sternway.errors import PipelineError
 from sternway.pipeline.transport._carrier import Arriving, Carrier
 from sternway.pipeline.transport._groups import ProcessGroups
-from sternway.pipeline.transport._order import Expected, RankEdge, edge_of, expected
+from sternway.pipeline.transport._order import RankEdge, edge_of, expected
 from sternway.pipeline.transport._payload import Payload, Spec
 from sternway.pipeline.transport._routes import MessageKey, Routes
 from sternway.pipeline.transport._sends import Sends
 from sternway.schedule import Schedule
 
-AHEAD = 2
-"""How many receives are posted before they are needed: on each edge, or on a GPU, which they keep busy, on all."""
 _SEEN = 64  # batches that are remembered
 
 
@@ -41,7 +39,7 @@ _SEEN = 64  # batches that are remembered
 class _Incoming:
     """What arrives on one edge: what is posted, and then what follows, in order."""
 
-    queue: deque[Expected]
+    queue: deque[MessageKey]
     posted: dict[MessageKey, tuple[Spec, Arriving]] = field(default_factory=dict)
 
 
@@ -59,10 +57,9 @@ class Messenger:
         self._local: dict[MessageKey, Payload] = {}  # from a stage of this rank to another one of this rank
         self._describing = Sends(groups)
         self._incoming: dict[RankEdge, _Incoming] = {}
-        self._sent, self._received = 0, 0  # how many messages left and reached this rank in this step
         self._rank_of: tuple[int, ...] = ()
         self._tag: Callable[[MessageKey], int] = lambda key: 0
-        self._expected: dict[bool, dict[RankEdge, list[Expected]]] = {}  # in training, and in evaluation
+        self._expected: dict[bool, dict[RankEdge, list[MessageKey]]] = {}  # in training, and in evaluation
 
     def connect(self, schedule: Schedule, routes: Routes) -> None:
         """Get ready for the messages of a schedule. All ranks call it together."""
@@ -88,7 +85,6 @@ class Messenger:
         self._specs = {key: spec for key, spec in self._specs.items() if self._keep_specs and not spec.varies}
         self._told = told
         self._incoming = {edge: _Incoming(deque(messages)) for edge, messages in self._expected[training].items()}
-        self._sent, self._received = 0, 0
         self._post()
 
     def finish(self) -> None:
@@ -98,13 +94,13 @@ class Messenger:
         if self._told is not None and self._told not in self._seen:
             self._seen = [*self._seen[-_SEEN:], self._told]
 
-    def close(self) -> None:
-        """Drop what is under way."""
+    def close(self, timeout: float) -> None:
+        """Drop what is under way after so many seconds."""
         self._incoming.clear()
         self._local.clear()
         self._describing.drop()
-        self._host.drop()
-        self._steady.drop()
+        self._host.drop(timeout)
+        self._steady.drop(timeout)
 
     # Receiving
 
@@ -118,7 +114,6 @@ class Messenger:
         while key not in incoming.posted:  # what is sent before it is posted before it
             self._start_receive(incoming, edge.source)
         spec, arriving = incoming.posted.pop(key)
-        self._received += 1
         arriving.wait()
         self.awaited = None
         self._carrier.answered(key.back)
@@ -127,13 +122,12 @@ class Messenger:
 
     def _post(self) -> None:
         for edge, incoming in self._incoming.items():
-            while incoming.queue and len(incoming.posted) < AHEAD and self._may_post(incoming.queue[0]):
+            while (
+                incoming.queue
+                and len(incoming.posted) < self._carrier.ahead
+                and self._known_spec(incoming.queue[0]) is not None
+            ):
                 self._start_receive(incoming, edge.source)
-
-    def _may_post(self, message: Expected) -> bool:
-        soon = message.after <= self._sent and message.turn < self._received + AHEAD
-        in_time = self._carrier.host_waits or soon
-        return in_time and self._known_spec(message.key) is not None
 
     def _known_spec(self, key: MessageKey) -> Spec | None:
         """What a message looks like, if that is known before it comes."""
@@ -144,7 +138,7 @@ class Messenger:
         return None if spec is None or spec.varies else spec
 
     def _start_receive(self, incoming: _Incoming, source: int) -> None:
-        key = incoming.queue.popleft().key
+        key = incoming.queue.popleft()
         spec = self._known_spec(key) or self._receive_spec(key, source)
         incoming.posted[key] = spec, self._carrier.receive(key, spec, source)
 
@@ -180,9 +174,6 @@ class Messenger:
         described = (known or spec).tensors
         sent = [each.in_memory(tensor) for each, tensor in zip(described, tensors, strict=True)]
         self._carrier.send(key, sent, target)
-        self._sent += 1
-        if not self._carrier.host_waits:  # what depends on this message may be posted now
-            self._post()
 
     def _send_spec(self, key: MessageKey, spec: Spec, target: int) -> None:
         text = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8)

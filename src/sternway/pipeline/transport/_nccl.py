@@ -1,12 +1,11 @@
 """CUDA tensors over NCCL: a communicator for each edge between two ranks, so that no message waits for another edge's.
 
-On a GPU nothing here waits on the host. To send is to put an operation behind the work that makes the tensors; to
-receive, to make the compute stream wait for an operation that was put on a stream of its own before. The host may be
-far ahead of both.
+The host never waits for the GPU here. It waits until a message is on its way (``_edges.py``), and then makes the
+compute stream wait for it; meanwhile the GPU is at work on what came before.
 
-    compute    … F3 ─┐send      ┌─ F4 …
+    compute    … F3 ─┐ made     ┌─ F4 …
     edge 0→1         └─[send]   │ wait: an event, not the host
-    edge 1→2   [receive]────────┘   posted early, into memory that the receiving stream owns
+    edge 1→2   [receive]────────┘ into memory that the receiving stream owns
 
 Memory: receive buffers are allocated on the receiving stream and recorded on the compute stream, so that the caching
 allocator hands them out again when both are done with them. What is sent is held until its operation is over.
@@ -19,20 +18,25 @@ When a rank is lost, communicators are aborted (``_groups.py``): then operations
 
 from __future__ import annotations
 
+import atexit
+import functools
 import time
-from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sternway._torch.distributed import StreamWork
 from sternway.pipeline.faults._stream_watch import StreamWatch
 from sternway.pipeline.transport._carrier import Arriving, Carrier
+from sternway.pipeline.transport._edges import Incoming, Outgoing, as_bytes
 from sternway.pipeline.transport._groups import ProcessGroups
 from sternway.pipeline.transport._order import RankEdge, edges_of
 from sternway.pipeline.transport._payload import Spec
+from sternway.pipeline.transport._place import gpu_fault
 from sternway.pipeline.transport._routes import MAIN, MessageKey, Routes
 from sternway.schedule import Schedule
 
@@ -41,13 +45,14 @@ from sternway.schedule import Schedule
 class NcclCarrier(Carrier):
     """CUDA tensors over NCCL."""
 
-    host_waits = False
+    ahead = 1_000_000  # buffers are allocated when a message is there
 
     def __init__(self, groups: ProcessGroups, device: torch.device) -> None:
         self._groups, self._device = groups, device
         self._open: dict[RankEdge, Any] = {}
-        self._sending: dict[RankEdge, deque[tuple[StreamWork, list[Tensor]]]] = {}  # and the tensors they read
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
+        self._outgoing: dict[RankEdge, Outgoing] = {}
+        self._incoming: dict[RankEdge, Incoming] = {}
+        self._notes: Any = None  # the group over which ranks tell each other of messages
         self._watch = StreamWatch(self._failed)
         if groups.watch is not None:
             groups.watch.follow(waits=self._watch.waits)
@@ -56,10 +61,31 @@ class NcclCarrier(Carrier):
         if self._groups.watch is not None:
             self._groups.watch.tell(f"its GPU failed: {error}")
 
+    def _send_failed(self) -> None:
+        """A send failed. If that is because the GPU did, the host may wait for a message that will never be sent."""
+        if (fault := gpu_fault()) is not None:
+            self._failed(fault)
+            self._groups.wake()
+
     def connect(self, schedule: Schedule, routes: Routes) -> None:
-        for edge in edges_of(schedule, routes):
-            if self._groups.rank in (edge.source, edge.target):
-                self._communicator(edge)
+        if self._notes is None:
+            self._notes = self._groups.attempt(self._groups.new, self._groups.members)
+            atexit.register(self.drop)  # what was sent before Python ends arrives
+        for tag, edge in enumerate(edges_of(schedule, routes)):
+            if self._groups.rank not in (edge.source, edge.target):
+                continue
+            self._communicator(edge)
+            name, post = f"sternway-{edge}", functools.partial(self._post, edge)
+            if self._groups.rank == edge.source and edge not in self._outgoing:
+                tell = functools.partial(self._note, dist.isend, edge.target, tag)
+                self._outgoing[edge] = Outgoing(name, self._device, post, tell, self._send_failed)
+            elif self._groups.rank == edge.target and edge not in self._incoming:
+                hear = functools.partial(self._note, dist.irecv, edge.source, tag)
+                self._incoming[edge] = Incoming(name, self._device, post, hear)
+
+    def _note(self, call: Any, other: int, tag: int) -> Any:
+        """Begin to tell another rank of a message, or to hear of one."""
+        return call(torch.zeros(1, dtype=torch.uint8), self._groups.members[other], group=self._notes, tag=tag)
 
     def _communicator(self, edge: RankEdge) -> Any:
         if edge not in self._open:
@@ -74,29 +100,20 @@ class NcclCarrier(Carrier):
 
     def send(self, key: MessageKey, tensors: Sequence[Tensor], target: int) -> None:
         self._watch.begin()
-        edge = RankEdge(self._groups.rank, target, key.channel, key.is_gradient)
-        sending = self._sending.setdefault(edge, deque())
-        _drop_completed(sending)
-        if parts := [_as_bytes(tensor) for tensor in tensors if tensor.numel()]:
-            sending.append((self._post(edge, parts), parts))
+        outgoing = self._outgoing[RankEdge(self._groups.rank, target, key.channel, key.is_gradient)]
+        outgoing.put([as_bytes(tensor) for tensor in tensors if tensor.numel()])
 
     def receive(self, key: MessageKey, spec: Spec, source: int) -> Arriving:
         self._watch.begin()
         edge = RankEdge(source, self._groups.rank, key.channel, key.is_gradient)
-        # The host is far ahead: without this the receive would occupy the GPU long before its message is made.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            tensors = [described.empty(self._device) for described in spec.tensors]
-            parts = [_as_bytes(tensor) for tensor in tensors if tensor.numel()]
-            work = self._post(edge, parts) if parts else None
-        return _OnStream(tensors, work, self._groups, self._device)
+        return _Announced(self._incoming[edge].put(spec), self._groups, self._device)
 
     def answered(self, key: MessageKey) -> None:
-        """Nothing to do: sends are looked after when the next one is posted."""
+        """Nothing to do: the edge's thread keeps what is sent."""
 
     def end_step(self) -> None:
-        for sending in self._sending.values():
-            _drop_completed(sending)
+        for outgoing in self._outgoing.values():
+            self._groups.attempt(outgoing.check)
         end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # torch's
         end.record(torch.cuda.current_stream(self._device))
         self._watch.end(end)
@@ -114,33 +131,33 @@ class NcclCarrier(Carrier):
             torch.cuda.synchronize(self._device)
         return time.perf_counter() - start
 
-    def drop(self) -> None:
+    def drop(self, timeout: float = 5.0) -> None:
+        atexit.unregister(self.drop)
         self._watch.stop()
-        self._sending.clear()
+        edges = *self._outgoing.values(), *self._incoming.values()
+        for edge in edges:
+            edge.stop()
+        end = time.monotonic() + timeout
+        for edge in edges:
+            edge.join(max(0.0, end - time.monotonic()))
+        self._outgoing.clear()
+        self._incoming.clear()
         self._open.clear()
+        self._notes = None
 
 
 @final
-class _OnStream(Arriving):
+class _Announced(Arriving):
     def __init__(
-        self, tensors: list[Tensor], work: StreamWork | None, groups: ProcessGroups, device: torch.device
+        self, found: Future[tuple[list[Tensor], StreamWork | None]], groups: ProcessGroups, device: torch.device
     ) -> None:
-        self.tensors, self._work, self._groups, self._device = tensors, work, groups, device
+        self._found, self._groups, self._device = found, groups, device
 
     def wait(self) -> None:
-        """The current stream waits, and not the host."""
-        if self._work is not None:
-            self._groups.attempt(self._work.wait)
+        """The host waits until the message is on its way, and the current stream until it is there."""
+        self.tensors, work = self._groups.attempt(self._found.result)
+        if work is not None:
+            self._groups.attempt(work.wait)
         stream = torch.cuda.current_stream(self._device)
         for tensor in self.tensors:
             tensor.record_stream(stream)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's bytes: NCCL does not know every dtype."""
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _drop_completed(sending: deque[tuple[StreamWork, list[Tensor]]]) -> None:
-    while sending and sending[0][0].is_completed():
-        sending.popleft()

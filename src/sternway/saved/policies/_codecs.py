@@ -8,8 +8,9 @@
 | bits | bool; two values | 1/8 | none |
 
 ``absmax`` is the largest finite magnitude in the element's block of 256. Infinities and NaN come back as they were. The
-errors are before rounding to the tensor's own dtype, if that has fewer digits. Signs are kept, and zero is the only
-zero. Integers are never encoded: a backward may use them as indices.
+errors are before rounding to the tensor's own dtype, if that has fewer digits, and for numbers that bfloat16 (bf16) or
+float32 holds in full precision: larger ones come back as infinities, smaller ones as other small numbers. Signs are
+kept, and zero is the only zero. Integers are never encoded: a backward may use them as indices.
 """
 
 from __future__ import annotations
@@ -46,6 +47,14 @@ _TINY = 2.0**-17  # of 126: about a thousandth of a step
 _FP8_SMALLEST = 2.0**-9
 
 
+def _narrow(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype of less range, where a number too small for it becomes the smallest that there is."""
+    narrow = tensor.to(dtype)
+    lost = torch.logical_and(tensor, narrow == 0)
+    narrow.view(torch.int16 if dtype.itemsize == 2 else torch.int32).bitwise_or_(lost)  # ±0 with the lowest bit set
+    return narrow
+
+
 class Bf16(Codec):
     """Rounding to bfloat16."""
 
@@ -55,7 +64,7 @@ class Bf16(Codec):
         return tensor.dtype in (torch.float32, torch.float64)
 
     def encode(self, flat: Tensor) -> Tensor:
-        return flat.to(torch.bfloat16).view(torch.uint8)
+        return _narrow(flat, torch.bfloat16).view(torch.uint8)
 
     def decode(self, payload: Tensor, nbytes: int, dtype: torch.dtype) -> Tensor:
         return payload.view(torch.bfloat16).to(dtype)
@@ -78,7 +87,8 @@ class Blockwise(Codec):
         count = flat.numel()
         blocks = -(-count // BLOCK)
         rows = flat if count == blocks * BLOCK else torch.nn.functional.pad(flat, (0, blocks * BLOCK - count))
-        rows = rows.view(blocks, BLOCK).to(torch.float32)
+        rows = rows.view(blocks, BLOCK)
+        rows = _narrow(rows, torch.float32) if rows.dtype == torch.float64 else rows.to(torch.float32)
         size = rows.abs().amax(1, keepdim=True)
         if rows.is_cuda or not bool(size.isfinite().all()):  # asking would make the CPU wait for a GPU
             size = torch.where(rows.isfinite(), rows.abs(), 0.0).amax(1, keepdim=True)

@@ -54,14 +54,14 @@ const atlas = (() => {
   async function show() {
     const text = input.value, kind = only;
     const start = performance.now();
-    const hits = await index.find(text, kind);
+    const answer = await index.find(text, kind);
     if (input.value !== text || only !== kind) return;
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-    rows = (hits ?? []).slice(0, 50).map((hit) => row(hit, words));
+    rows = (answer?.hits ?? []).map((hit) => row(hit, words));
     list.replaceChildren(...rows.map((link) => { const item = element("li", ""); item.append(link); return item; }));
-    said.textContent = !hits ? "" : !hits.length ? "Nothing found." : hits.length > rows.length ? `${rows.length} of ${hits.length.toLocaleString("en")}` : "";
+    said.textContent = !answer ? "" : !answer.total ? "Nothing found." : answer.total > rows.length ? `${rows.length} of ${answer.total.toLocaleString("en")}` : "";
     said.hidden = !said.textContent;
-    found.hidden = hits === null;
+    found.hidden = answer === null;
     choose(0);
     document.documentElement.dataset.searched = `${text} ${(performance.now() - start).toFixed(1)}`;
   }

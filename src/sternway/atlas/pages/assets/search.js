@@ -1,7 +1,11 @@
 "use strict";
 // The search engine, without a page: every definition in memory, the words of docstrings and uses in shards.
+//
+// All names are one string in lower case, so that the browser's own string search finds the names that have a word; the
+// starts of names and of their last parts are in arrays of numbers. Only the best results are made into objects.
 const KINDS = { c: "class", f: "function", m: "method", v: "variable", o: "definition" };
 const RANK = { c: 0, f: 1, m: 2, o: 3, v: 4 };
+const SHOWN = 50; // results that are returned; the others are counted
 
 class SearchIndex {
   constructor(load) {
@@ -14,18 +18,30 @@ class SearchIndex {
     this.keys = new Set(keys);
     this.files = files.map(([path, page, purpose]) => ({ path, page: page || path, purpose, low: path.toLowerCase() }));
     this.name = names ? names.split("\n") : [];
-    this.low = names ? names.toLowerCase().split("\n") : [];
+    this.text = names.toLowerCase();
     this.kind = kinds;
     this.file = fileOf;
     this.line = lines;
     this.context = contexts.split("\n");
-    this.mask = this.low.map(letters);
+    const count = this.name.length;
+    this.start = new Uint32Array(count + 1); // of each name in the text
+    this.tail = new Uint32Array(count); // of its last part
+    this.mask = new Int32Array(count); // the letters of its last part
+    for (let i = 0, at = 0; i < count; i++) {
+      const next = this.text.indexOf("\n", at), end = next < 0 ? this.text.length : next;
+      const low = this.text.slice(at, end);
+      this.start[i] = at;
+      this.tail[i] = at + Math.max(low.lastIndexOf("."), low.lastIndexOf(":")) + 1;
+      this.mask[i] = letters(this.text, this.tail[i], end);
+      at = end + 1;
+    }
+    this.start[count] = this.text.length + 1;
     this.ready = true;
   }
 
   shard(key, rows) { this.shards.set(key, rows); }
 
-  // The results for a query, best first: { name, kind, path, page, line, anchor, context, more }.
+  // The best results of a query, and how many there are: { total, hits: [{ name, kind, path, page, line, … }] }.
   async find(query, only) {
     const words = query.toLowerCase().split(/\s+/).filter((word) => word.replace(/^_+/, "").length > 1);
     if (!words.length) return null;
@@ -35,14 +51,17 @@ class SearchIndex {
       return this.keys.has(key) && !this.shards.has(key) ? this.load(key) : null;
     }));
     const documented = words.map((word) => this.documented(word));
-    let hits = this.definitions(words, documented, only, false);
-    if (!only || only === "file") hits = hits.concat(this.found(words, documented));
-    if (!only || only === "use") hits = hits.concat(this.uses(words));
-    if (hits.length < 8) {
-      const seen = new Set(hits.map((hit) => hit.index));
-      hits = hits.concat(this.definitions(words, documented, only, true).filter((hit) => !seen.has(hit.index)));
-    }
-    return hits.sort((a, b) => b.score - a.score || (a.name < b.name ? -1 : a.name > b.name ? 1 : 0));
+    const named = words.map((word, w) => this.named(word, documented[w]));
+    let found = this.definitions(words, named, only, false);
+    const files = !only || only === "file" ? this.paths(words, documented) : new Found();
+    const uses = !only || only === "use" ? this.uses(words) : new Found();
+    const total = () => found.what.length + files.what.length + uses.what.length;
+    if (total() < 8) found = this.definitions(words, named, only, true);
+    const hits = [
+      ...found.best((i) => this.definition(i)), ...files.best((number) => this.ofFile(number)), ...uses.best((row) => this.use(row)),
+    ];
+    hits.sort((a, b) => b.score - a.score || (a.name < b.name ? -1 : a.name > b.name ? 1 : 0));
+    return { total: total(), hits: hits.slice(0, SHOWN) };
   }
 
   // The definitions (and, as negative numbers, files) whose docstring has a word that starts with this one.
@@ -54,88 +73,164 @@ class SearchIndex {
     return found;
   }
 
-  definitions(words, documented, only, fuzzy) {
-    const hits = [];
-    const masks = words.map(letters);
-    for (let i = 0; i < this.low.length; i++) {
+  // The definitions with a word in their name or their docstring: how well each matches, and which do.
+  named(word, documented) {
+    const score = new Uint8Array(this.name.length), numbers = [];
+    let i = 0;
+    for (let at = this.text.indexOf(word); at >= 0 && i < this.name.length; at = this.text.indexOf(word, this.start[i])) {
+      i = this.at(at, i);
+      score[i] = this.matched(i, at, word);
+      numbers.push(i++);
+    }
+    for (const place of documented) {
+      if (place >= 0 && !score[place]) {
+        score[place] = 26;
+        numbers.push(place);
+      }
+    }
+    return { score, numbers };
+  }
+
+  // The name, not before the given one, that a place in the text is in.
+  at(place, from) {
+    let step = 1, low = from;
+    while (low + step < this.name.length && this.start[low + step] <= place) { low += step; step *= 2; }
+    let high = Math.min(low + step, this.name.length);
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (this.start[middle] <= place) low = middle; else high = middle;
+    }
+    return low;
+  }
+
+  // How well a name matches a word that it has: whole, at its start, at the start of a part, anywhere.
+  matched(i, at, word) {
+    const start = this.start[i], tail = this.tail[i], end = this.start[i + 1] - 1, length = word.length;
+    if (at === start && start + length === end) return 100;
+    const inside = at >= tail ? at : this.text.indexOf(word, tail);
+    if (inside < 0 || inside + length > end) return boundary(this.name[i], at - start) ? 34 : 18; // in the class around it
+    if (inside === tail) return tail + length === end ? 100 : 70;
+    let plain = tail;
+    while (this.text[plain] === "_") plain++;
+    if (inside === plain) return plain + length === end ? 94 : 64;
+    return boundary(this.name[i], inside - start) ? 54 : 40;
+  }
+
+  definitions(words, named, only, fuzzy) {
+    const near = words.map((word) => new Near(this, word));
+    const inPath = words.map((word, w) => (w ? this.files.map((file) => file.low.includes(word)) : []));
+    const numbers = fuzzy ? named[0].numbers.concat(near[0].all().filter((i) => !named[0].score[i])) : named[0].numbers;
+    const found = new Found();
+    for (const i of numbers) {
       const kind = this.kind[i];
       if (only && KINDS[kind] !== only) continue;
-      let score = 0, missed = -1; // at most one word may be misspelt, and it is looked at last
+      let score = 0, missed = 0; // at most one word may be misspelt
       for (let w = 0; w < words.length; w++) {
-        let one = matched(this.low[i], this.name[i], words[w]);
-        if (!one && documented[w].has(i)) one = 26;
-        if (!one && w > 0 && this.files[this.file[i]].low.includes(words[w])) one = 12;
-        if (!one && (!fuzzy || missed >= 0)) { score = -1; break; }
-        if (!one) missed = w;
+        let one = named[w].score[i] || (w && inPath[w][this.file[i]] ? 12 : 0);
+        if (!one && fuzzy && !missed) missed = one = near[w].score(i);
+        if (!one) { score = 0; break; }
         score += one;
       }
-      if (score >= 0 && missed >= 0) {
-        const one = bits(masks[missed] & ~this.mask[i]) <= 1 ? near(last(this.low[i]), words[missed]) : 0;
-        score = one ? score + one : 0;
-      }
-      if (score > 0) hits.push(this.definition(i, score - RANK[kind] - this.low[i].length / 20));
+      if (score) found.add(i, score - RANK[kind] - (this.start[i + 1] - this.start[i] - 1) / 20);
     }
-    return hits;
+    return found;
   }
 
-  definition(i, score) {
+  definition(i) {
     const file = this.files[this.file[i]], name = this.name[i];
-    return { index: i, score, name, kind: KINDS[this.kind[i]], path: file.path, line: this.line[i],
-      page: `${file.page}_docs.html`, anchor: anchorOf(name), context: this.context[i], more: 0 };
+    return { name, kind: KINDS[this.kind[i]], path: file.path, line: this.line[i], page: `${file.page}_docs.html`,
+      anchor: anchorOf(name), context: this.context[i], more: 0 };
   }
 
-  found(words, documented) {
-    const hits = [];
+  paths(words, documented) {
+    const found = new Found();
     this.files.forEach((file, number) => {
       let score = 0;
       for (let w = 0; w < words.length; w++) {
         const at = file.low.lastIndexOf(words[w]);
         const one = at > file.low.lastIndexOf("/") ? (file.low.endsWith(words[w]) ? 92 : 62) : at >= 0 ? 20 : documented[w].has(-1 - number) ? 24 : 0;
-        if (!one) { score = 0; break; }
+        if (!one) return;
         score += one;
       }
-      if (score) hits.push({ score: score - file.path.length / 20, name: file.path.split("/").pop(), kind: "file",
-        path: file.path, line: 0, page: `${file.page}_docs.html`, anchor: "", context: file.purpose, more: 0 });
+      found.add(number, score - file.path.length / 20);
     });
-    return hits;
+    return found;
+  }
+
+  ofFile(number) {
+    const file = this.files[number];
+    return { name: file.path.split("/").pop(), kind: "file", path: file.path, line: 0, page: `${file.page}_docs.html`,
+      anchor: "", context: file.purpose, more: 0 };
   }
 
   // Names that are used, and words; only where the query is one word.
   uses(words) {
-    if (words.length > 1) return [];
-    const hits = [], word = words[0];
-    for (const [name, , count, places, context] of this.shards.get(shardKey(word)) ?? []) {
-      if (!count || !name.toLowerCase().startsWith(word)) continue;
-      const file = this.files[places[0]];
-      hits.push({ score: (name.toLowerCase() === word ? 22 : 8) - name.length / 20, name, kind: "use", path: file.path,
-        line: places[1], page: `${file.page}_source.html`, anchor: `L${places[1]}`, context, more: count - 1 });
+    const found = new Found(), word = words[0];
+    for (const row of (words.length === 1 && this.shards.get(shardKey(word))) || []) {
+      const low = row[0].toLowerCase();
+      if (row[2] && low.startsWith(word)) found.add(row, (low === word ? 22 : 8) - low.length / 20);
     }
-    return hits;
+    return found;
+  }
+
+  use([name, , count, places, context]) {
+    const file = this.files[places[0]];
+    return { name, kind: "use", path: file.path, line: places[1], page: `${file.page}_source.html`, anchor: `L${places[1]}`,
+      context, more: count - 1 };
   }
 }
 
-const last = (name) => name.slice(Math.max(name.lastIndexOf("."), name.lastIndexOf(":")) + 1);
+// What was found, with scores. ``best`` makes results of the best alone.
+class Found {
+  what = [];
+  scores = [];
 
-// How well a name matches one word: whole, at its start, at the start of a part, anywhere.
-function matched(low, name, word) {
-  const at = low.lastIndexOf(word);
-  if (at < 0) return 0;
-  const tail = last(low), plain = tail.replace(/^_+/, "");
-  if (tail === word || low === word) return 100;
-  if (plain === word) return 94;
-  if (tail.startsWith(word)) return 70;
-  if (plain.startsWith(word)) return 64;
-  const start = low.length - tail.length, inside = low.indexOf(word, start);
-  if (inside >= 0) return boundary(name, inside) ? 54 : 40;
-  return boundary(name, at) ? 34 : 18; // in the class around it
+  add(one, score) { this.what.push(one); this.scores.push(score); }
+
+  best(make) {
+    const least = this.scores.length > SHOWN ? Float64Array.from(this.scores).sort().at(-SHOWN) : -Infinity;
+    const kept = [];
+    this.scores.forEach((score, at) => { if (score >= least) kept.push({ score, ...make(this.what[at]) }); });
+    return kept;
+  }
 }
 
-const boundary = (name, at) => !at || /[._:]/.test(name[at - 1]) || (/[A-Z]/.test(name[at]) && /[a-z0-9]/.test(name[at - 1]));
+// The definitions whose last part is nearly a word: 14 for one mistake, 8 for two.
+class Near {
+  constructor(index, word) {
+    ({ tail: this.tail, start: this.start, text: this.text, mask: this.masks } = index);
+    this.word = word;
+    this.most = word.length < 4 ? 0 : word.length < 6 ? 1 : 2;
+    this.mask = letters(word, 0, word.length);
+    this.known = new Map(); // the same last part has many definitions
+  }
 
-// A few letters wrong, missing, added or swapped: 14 for one, 8 for two (in words of six letters or more).
-function near(name, word) {
-  const most = word.length < 4 ? 0 : word.length < 6 ? 1 : 2;
-  if (!most || Math.abs(name.length - word.length) > most) return 0;
+  score(i) {
+    const start = this.tail[i], end = this.start[i + 1] - 1, mask = this.masks[i];
+    if (!this.most || Math.abs(end - start - this.word.length) > this.most) return 0;
+    if (bits(this.mask & ~mask) > this.most || bits(mask & ~this.mask) > this.most) return 0;
+    const part = this.text.slice(start, end);
+    if (!this.known.has(part)) this.known.set(part, [0, 14, 8][distance(part, this.word, this.most)] ?? 0);
+    return this.known.get(part);
+  }
+
+  all() {
+    const numbers = [];
+    for (let i = 0; i < this.tail.length; i++) if (this.score(i)) numbers.push(i);
+    return numbers;
+  }
+}
+
+// Whether a part of a name starts here: after a mark, or with a capital.
+function boundary(name, at) {
+  if (!at) return true;
+  const before = name.charCodeAt(at - 1), here = name.charCodeAt(at);
+  if (before === 46 || before === 95 || before === 58) return true;
+  return here >= 65 && here <= 90 && !(before >= 65 && before <= 90);
+}
+
+// How many letters are wrong, missing, added or swapped; more than ``most`` is all the same.
+function distance(name, word, most) {
   let before = null, row = Array.from({ length: word.length + 1 }, (_, i) => i);
   for (let i = 1; i <= name.length; i++) {
     const next = [i];
@@ -147,28 +242,27 @@ function near(name, word) {
       next[j] = cost;
       least = Math.min(least, cost);
     }
-    if (least > most) return 0;
+    if (least > most) return most + 1;
     before = row;
     row = next;
   }
-  const cost = row[word.length];
-  return cost > most ? 0 : cost === 1 ? 14 : 8;
+  return row[word.length];
 }
 
-// The letters of a word as bits, to leave out quickly what cannot be near.
-function letters(word) {
+// The letters of a part of a text as bits, to leave out quickly what cannot be near.
+function letters(text, start, end) {
   let mask = 0;
-  for (let i = 0; i < word.length; i++) {
-    const code = word.charCodeAt(i) - 97;
+  for (let i = start; i < end; i++) {
+    const code = text.charCodeAt(i) - 97;
     if (code >= 0 && code < 26) mask |= 1 << code;
   }
   return mask;
 }
 
 function bits(value) {
-  let count = 0;
-  for (let left = value; left; left &= left - 1) count++;
-  return count;
+  let left = value - ((value >>> 1) & 0x55555555);
+  left = (left & 0x33333333) + ((left >>> 2) & 0x33333333);
+  return (((left + (left >>> 4)) & 0x0f0f0f0f) * 0x01010101) >>> 24;
 }
 
 const shardKey = (word) => [...word.replace(/^_+/, "").toLowerCase()].slice(0, 2)
