@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; workers and processes of tests inherit it
@@ -47,6 +48,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(mark)
     long = {item.path for item in items if item.get_closest_marker("slow") or item.get_closest_marker("dist")}
     items.sort(key=lambda item: item.path not in long)  # first, so that no worker is left alone with one at the end
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_to_collect() -> None:
+    """Hide what is alive before a file's tests from the collector: it would walk millions of objects, often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,7 @@
 
     dist     starts several processes that talk to each other
     browser  drives a real Chromium (found by its fixture)
-    slow     takes more than about three seconds, mostly in a compiler
+    slow     takes more than about three seconds, with its parameters, mostly in a compiler or a search
     gpu      needs a CUDA device (marked in its file)
 
 What is left, ``make quick``, is pure or runs in one process on the CPU. A key is a file, a test in it, or a word in
@@ -46,10 +46,15 @@ COSTS: dict[str, tuple[str, ...]] = {
     "atlas/test_atlas_truth.py::test_our_own_package": ("slow",),
     "graph/test_capture.py::test_a_deep_graph_is_freed_without_a_crash": ("slow",),
     "pipeline/test_checkpoint_local.py::test_the_matrix": ("slow",),
+    "pipeline/test_checkpoint_local.py::test_the_one_before_is_used": ("slow",),
     "pipeline/test_random_forwards.py": ("slow",),
+    "schedule/test_fuse.py::test_search_is_no_worse_than_any_name_fused_and_no_better_than_the_bound": ("slow",),
     "schedule/test_search.py::test_any_numbers_give_a_whole_schedule_within_the_limit_and_not_below_the_bound": (
         "slow",
     ),
+    "schedule/test_search.py::test_search_is_never_worse_than_the_paper": ("slow",),
+    "schedule/test_search.py::test_unequal_stages_are_no_worse_than_any_named_schedule_in_the_same_places": ("slow",),
+    "schedule/test_search_exact.py::test_search_finds_the_optimum_and_the_bound_is_not_above_it": ("slow",),
     "split/test_compiled.py::test_dynamic_shapes": ("slow",),
     "split/test_compiled_models.py": ("slow",),
     "split/test_property.py::test_random_networks": ("slow",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.connection
 import os
 import random
@@ -21,9 +22,10 @@ GRACE = 30.0
 """So many seconds have the other ranks after one has failed."""
 
 
-PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "sternway.pipeline", "hypothesis", "pytest"]
-"""What the warm process imports: Dynamo too, since every optimizer does. Tests that need more append to it before the
-first process starts."""
+PRELOADED = ["torch", "torch.distributed.checkpoint", "sternway.pipeline", "hypothesis", "pytest"]
+"""What the warm process imports. Tests that need more append to it before the first process starts."""
+if not torch.cuda.is_available():  # a GPU that is asked for before a fork cannot be used after it
+    PRELOADED.append("torch._dynamo")  # every optimizer imports it, for most of a second
 
 
 def processes() -> Any:
@@ -64,6 +66,7 @@ def _rank(
     arguments: tuple[Any, ...],
     errors: Any,
 ) -> None:
+    gc.freeze()  # what the warm process had: nothing of it is garbage, and there is much of it
     try:
         join(rank, world, port)
         torch.manual_seed(0)

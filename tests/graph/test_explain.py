@@ -14,6 +14,11 @@ from sternway import graph
 from sternway.errors import BackwardError, GraphError
 
 
+@pytest.fixture(autouse=True)
+def _all_is_seen() -> None:
+    gc.unfreeze()  # who holds a tensor is asked of the collector
+
+
 def _line(text: str) -> int:
     """The number of the first line of this file that contains ``text``."""
     with open(__file__) as file:

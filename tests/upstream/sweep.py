@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -59,7 +60,9 @@ def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def operators(pick: Callable[[int], bool], dtypes: tuple[torch.dtype, ...] = DTYPES) -> Iterator[Subject]:
+def operators(
+    pick: Callable[[int], bool], dtypes: tuple[torch.dtype, ...] = DTYPES, every: int = 1
+) -> Iterator[Subject]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     number = 0
@@ -73,7 +76,7 @@ def operators(pick: Callable[[int], bool], dtypes: tuple[torch.dtype, ...] = DTY
             torch.manual_seed(number)
             samples = op.sample_inputs("cpu", dtype, requires_grad=True)
             name = f"{op.name}{'.' + op.variant_test_name if op.variant_test_name else ''} {str(dtype)[6:]}"
-            for index, sample in zip(range(SAMPLES), samples, strict=False):
+            for index, sample in islice(enumerate(samples), 0, SAMPLES, every):
                 yield Subject(f"{name} {index}", _operator(op, sample, random.Random(f"{name} {index}")))
 
 
@@ -109,7 +112,7 @@ BETWEEN: list[Callable[[Tensor], Tensor]] = [
 """What may lie between a leaf and the operator."""
 
 
-def modules(pick: Callable[[int], bool]) -> Iterator[Subject]:
+def modules(pick: Callable[[int], bool], every: int = 1) -> Iterator[Subject]:
     from torch.testing._internal.common_modules import module_db
 
     for number, info in enumerate(module_db):
@@ -119,7 +122,7 @@ def modules(pick: Callable[[int], bool]) -> Iterator[Subject]:
             inputs = info.module_inputs_func(
                 info, device="cpu", dtype=torch.float64, requires_grad=True, training=training
             )
-            for index, sample in zip(range(SAMPLES), inputs, strict=False):
+            for index, sample in islice(enumerate(inputs), 0, SAMPLES, every):
                 if sample.forward_input is not None:
                     yield Subject(f"{info.name} {training} {index}", _module(info, sample, training))
 
@@ -217,10 +220,10 @@ def differs(mine: Tensor | None, their: Tensor | None, **tolerance: float) -> st
     return None
 
 
-def sweep(pick: Callable[[int], bool] = lambda number: True) -> Tally:
-    """Check every sample of the operators and modules whose number is picked."""
+def sweep(pick: Callable[[int], bool] = lambda number: True, every: int = 1) -> Tally:
+    """Check every sample, or every third and so on, of the operators and modules whose number is picked."""
     tally = Tally()
-    for subjects in (operators(pick), modules(pick)):
+    for subjects in (operators(pick, every=every), modules(pick, every)):
         for subject in subjects:
             check(subject, tally)
     return tally

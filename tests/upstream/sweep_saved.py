@@ -127,16 +127,16 @@ def _sign(mine: Tensor, their: Tensor) -> str | None:
     return None if same else "wrong: another sign or zero"
 
 
-def sweep_saved(pick: Callable[[int], bool] = lambda number: True) -> Tally:
-    """Check the samples of the operators and modules whose number is picked."""
+def sweep_saved(pick: Callable[[int], bool] = lambda number: True, every: int = 1) -> Tally:
+    """Check every sample, or every third and so on, of the operators and modules whose number is picked."""
     tally = Tally()
     encoded: dict[str, saved.Policy] = {name: saved.compress(name) for name in ("int8", "bf16")}
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         policies = lossless(directory)
-        for subjects in (operators(pick), modules(pick)):
+        for subjects in (operators(pick, every=every), modules(pick, every)):
             for subject in subjects:
                 check_lossless(subject, policies, tally)
-        for subject in operators(pick, (torch.float32,)):
+        for subject in operators(pick, (torch.float32,), every):
             check_compress(subject, encoded, tally)
     return tally
