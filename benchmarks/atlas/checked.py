@@ -9,17 +9,6 @@ import networkx
 from claims import Claims
 from truth import Truth
 
-UNCHECKED = {  # kinds with a truth for some of their members only
-    "training: activation checkpoint",
-    "training: compile",
-    "training: gradient clipping",
-    "training: hook",
-    "training: loss",
-    "training: mixed precision",
-    "training: process group",
-    "training: saved tensors",
-    "performance: loop in a hot path",
-}
 _CALLS, _LISTED, _INHERITED, _RAISED = 8, 60, 20, 4  # where the pages cut their lists
 Set = set[tuple[object, ...]]
 
@@ -77,6 +66,8 @@ class Checked:
             return {claim for claim in found if claim[:2] in self.tests.get(claim[2:], ())}  # type: ignore[call-overload]
         if kind == "usage excerpt":
             return {claim for claim in found if self._quotes(claim)}
+        if kind == "performance: loop in a hot path":
+            return {claim for claim in found if self._is_hot(claim)}
         return equal
 
     def missing(self, kind: str, wanted: Set, absent: Set) -> Set:
@@ -87,6 +78,9 @@ class Checked:
             return {claim for claim in absent if self.importers[claim[0]] <= _LISTED}  # type: ignore[index]
         if kind == "subclassed by":
             return {claim for claim in absent if self.subclasses[claim[0], claim[1]] <= _LISTED}  # type: ignore[index]
+        if kind == "performance: loop in a hot path":
+            said = {claim[:2] for claim in self.said[kind]}
+            return {claim for claim in wanted if claim not in said}
         if kind == "raises":  # said of functions without a docstring, in tables
             said = {claim[:2] for claim in self.said["raises"]}
             count = Counter(claim[:2] for claim in wanted)
@@ -98,6 +92,11 @@ class Checked:
         own = self.truth.files[path].members.get(owner, set())
         places = [place for place in self.truth.ancestors(path, owner) if place[1] == base]
         return member not in own and any(member in self.truth.files[one].members.get(name, ()) for one, name in places)
+
+    def _is_hot(self, claim: tuple[object, ...]) -> bool:
+        path, name, line, callee, loop, by, at = claim
+        place = (str(path), str(name))
+        return (line, callee, loop) in self.truth.loops.get(place, ()) and (by, at) in self.truth.hot.get(place, ())
 
     def _quotes(self, claim: tuple[object, ...]) -> bool:
         path, name, by, line, text = claim

@@ -232,11 +232,22 @@ def _facts(path: str, sections: dict[str, str], claims: Claims) -> None:
     for row in _tables(sections.get("Security and safety", "")):
         claims["security finding"].add((path, _line(row["where"]), _unescaped(row["finding"])))
     for row in _tables(sections.get("Performance considerations", "")):
-        claims[f"performance: {row['finding']}"].add((path, _line(row["where"])))
+        if row["finding"] == "loop in a hot path":
+            claims["performance: loop in a hot path"].add((path, *_hot(path, row)))
+        else:
+            claims[f"performance: {row['finding']}"].add((path, _line(row["where"])))
     for title, lead in (("Testing", ""), ("Training and backward", "training: ")):
         for row in _tables(sections.get(title, "")):
             if "kind" in row and (lead or row["kind"] == "test"):
                 claims[f"{lead}{row['kind']}"].add((path, _line(row["where"])))
+
+
+def _hot(path: str, row: dict[str, str]) -> tuple[object, ...]:
+    """The function, the call in its loop (line, callee, line of the loop), and the loop that calls it."""
+    said = re.match(r"line (\d+) calls (\S+) in the loop at line (\d+); a loop calls \S+ at (.*)$", row["evidence"])
+    assert said is not None, row
+    callee, place = _unescaped(said[2]), next(_places(said[4], path))
+    return _code(row["code"]), int(said[1]), callee, int(said[3]), *place
 
 
 def _modules(text: str) -> Iterator[str]:
