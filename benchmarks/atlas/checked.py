@@ -32,7 +32,11 @@ class Checked:
                     self.tests[name, line] = self.tests.get((name, line), set()) | truth.reached((path, name))
         named = {place for path, file in truth.files.items() for place in ((path, name) for name in file.names)}
         every: set[tuple[str, str]] = set().union(*self.tests.values())
-        claims["reached by a test"] = {place for place in every & named if not _is_test(place[0])}  # type: ignore[misc]
+        claims["reached by a test"] = {  # type: ignore[misc]
+            (path, name)
+            for path, name in every & named
+            if not _is_test(path) and (path, name.removesuffix(".__init__")) not in every - {(path, name)}
+        }
         said["reached by a test"] = {claim[:2] for claim in said["test reaches"]}
         self.at = defaultdict(set)
         for path, name, by, line in claims["called at"]:

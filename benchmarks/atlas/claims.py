@@ -146,7 +146,8 @@ def _breakdown(path: str, text: str, claims: Claims) -> None:
                 f"{head}\ndef f{_code(row.get('signature', ''))}".lstrip(),
                 claims,
             )
-            for part in row.get("derived from the code", "").split("; "):
+            derived = row.get("derived from the code") or row.get("docstring, or derived from the code") or ""
+            for part in derived.split("; "):
                 if part.startswith("raises "):
                     names = (one for _, one in _SPAN.findall(part))
                     claims["raises"].update((path, _code(row["name"]), one) for one in names)
@@ -204,7 +205,9 @@ def _design(path: str, text: str, claims: Claims) -> None:
 
 
 def _usage(path: str, sections: dict[str, str], claims: Claims) -> None:
-    excerpt = re.compile(r"^\[?`([^`]+)`(?:\]\([^)]*\))? at " + _AT.pattern + r"\n\n(```+)python\n(.*?)\n\4$", re.M | re.S)
+    excerpt = re.compile(
+        r"^\[?`([^`]+)`(?:\]\([^)]*\))? at " + _AT.pattern + r"\n\n(```+)python\n(.*?)\n\4$", re.M | re.S
+    )
     for name, by, line, _, text in excerpt.findall(sections.get("Usage examples", "")):
         claims["usage excerpt"].add((path, name, _unescaped(by), int(line), text))
     for row in _tables(sections.get("Testing", "")):

@@ -114,7 +114,14 @@ def compare(source: Path, out: Path) -> list[Row]:
         hit = total - len(missing)
         rows.append(Row(kind, len(found), total, len(right) / max(len(found), 1), hit / max(total, 1)))
         if kind in os.environ.get("ATLAS_SHOW", "").split("/"):
-            print(kind, "WRONG", *sorted(found - right, key=str)[:12], "MISSING", *sorted(missing, key=str)[:12], sep="\n  ")
+            print(
+                kind,
+                "WRONG",
+                *sorted(found - right, key=str)[:12],
+                "MISSING",
+                *sorted(missing, key=str)[:12],
+                sep="\n  ",
+            )
     return [row for row in rows if row.claimed or row.true]
 
 

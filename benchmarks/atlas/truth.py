@@ -53,7 +53,9 @@ class Truth:
         self.allowed: set[tuple[object, ...]] = set()  # words, and identifiers inside f-strings, which are one token
         self.files: dict[str, Light] = {}
         self.edges: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)  # who calls what
-        self.loops: dict[tuple[str, str], set[tuple[int, str, int]]] = defaultdict(set)  # line, callee, line of the loop
+        self.loops: dict[tuple[str, str], set[tuple[int, str, int]]] = defaultdict(
+            set
+        )  # line, callee, line of the loop
         self.hot: dict[tuple[str, str], set[tuple[str, int]]] = defaultdict(set)  # calls of it in loops elsewhere
         self._located: dict[str, tuple[str, str] | None] = {}
         paths = sorted(root.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""What a file really does for training, found apart from the atlas: calls by their absolute names, methods by theirs."""
+"""What a file really does for training, found apart from the atlas: calls by absolute names, methods by theirs."""
 
 from __future__ import annotations
 

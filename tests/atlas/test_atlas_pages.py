@@ -148,7 +148,7 @@ def test_layers_and_diagrams(out: Path) -> None:
     assert 'n2["pkg/sums.py"]' in design
     html = (out / "pkg/sums.py_docs.html").read_text()
     assert html.count('<svg class="diagram"') == 2
-    assert re.search(r'<a href=_base.py_docs.html><rect [^<]*/><text [^<]*>pkg/_base.py</text></a>', html)
+    assert re.search(r"<a href=_base.py_docs.html><rect [^<]*/><text [^<]*>pkg/_base.py</text></a>", html)
     assert "<a href=sums.py_docs.html#d-add>" in html
 
 

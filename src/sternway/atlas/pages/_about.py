@@ -15,7 +15,6 @@ from sternway.atlas.relate._context import FileContext
 from sternway.atlas.relate._usage import UsageSite
 
 
-
 class Brief(enum.IntEnum):
     """How much the page of a large file leaves out; each adds to those before."""
 
