@@ -30,7 +30,11 @@ class Checked:
             if path.rpartition("/")[2].startswith("test_") or path.endswith(("_test.py", "conftest.py")):
                 for name, line in file.tests:
                     self.tests[name, line] = self.tests.get((name, line), set()) | truth.reached((path, name))
-        named = {place for path, file in truth.files.items() for place in ((path, name) for name in file.names)}
+        named = {
+            place
+            for path, file in truth.files.items()
+            for place in ((path, name) for name in file.names | file.variables)
+        }
         every: set[tuple[str, str]] = set().union(*self.tests.values())
         claims["reached by a test"] = {  # type: ignore[misc]
             (path, name)

@@ -43,6 +43,8 @@ class Light(NamedTuple):
     tests: list[tuple[str, int]]
     text: list[str]
     module: str
+    stars: list[str]  # modules in `from module import *`
+    exports: set[str] | None  # `__all__`, where it is written out
 
 
 class Truth:
@@ -105,7 +107,19 @@ class Truth:
             if owner and not last.startswith("_"):
                 members[owner].add(last)
         top = dict(file.bindings[file.table.get_id()])
-        return Light(top, named, variables, bases, [], members, set(), [], file.text.split("\n"), file.module)
+        stars = [
+            absolute(node, file.package)
+            for node, (_, table, _) in file.owners.items()
+            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and table is file.table
+        ]
+        exports = None
+        for node in file.tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                parts = node.value.elts if isinstance(node.value, ast.List | ast.Tuple) else []
+                exports = {part.value for part in parts if isinstance(part, ast.Constant)} or None
+        return Light(
+            top, named, variables, bases, [], members, set(), [], file.text.split("\n"), file.module, stars, exports
+        )
 
     def _definitions(self, file: File) -> None:
         path, claims = file.path, self.claims
@@ -249,17 +263,20 @@ class Truth:
                     self.allowed.update((file.path, form, row) for name in names for form in (name, name.lower()))
                     self.allowed.update((file.path, word, row) for word in re.findall(r"[^\W\d_]+", text.lower()))
 
-    def locate(self, name: str, depth: int = 0) -> tuple[str, str] | None:
+    def locate(self, name: str) -> tuple[str, str] | None:
         """The file and the qualified name of a definition, following re-exports."""
         if name not in self._located:
-            self._located[name] = self._locate(name, depth)
+            self._located[name] = self._locate(name, frozenset())
         return self._located[name]
 
-    def _locate(self, name: str, depth: int) -> tuple[str, str] | None:
+    def _locate(self, name: str, seen: frozenset[str]) -> tuple[str, str] | None:
+        if name in seen:
+            return None
+        seen |= {name}
         parts = name.split(".")
         for cut in range(len(parts) - 1, 0, -1):
             path = self.modules.get(".".join(parts[:cut]))
-            if path is None or path not in self.files or depth > 12:
+            if path is None or path not in self.files:
                 continue
             file, rest = self.files[path], parts[cut:]
             known = file.names
@@ -268,15 +285,23 @@ class Truth:
             if rest[0] in known:
                 return None
             for meaning in sorted(file.top.get(rest[0], ())):
-                if meaning and (found := self.locate(".".join([meaning, *rest[1:]]), depth + 1)):
+                if meaning and (found := self._locate(".".join([meaning, *rest[1:]]), seen)):
                     return found
             if ".".join(rest) in file.variables:
                 return path, ".".join(rest)
-            for star in sorted(file.top.get("*", ())):
-                if found := self.locate(star.removesuffix("*") + ".".join(rest), depth + 1):
+            for star in self._stars(file, rest[0]):
+                if found := self._locate(f"{star}.{'.'.join(rest)}", seen):
                     return found
             return None
         return None
+
+    def _stars(self, file: Light, name: str) -> list[str]:
+        """Modules that are imported with a star: the last binds a name, if its ``__all__`` names it."""
+        found = []
+        for module in reversed(file.stars):
+            known = self.files.get(self.modules.get(module, ""))
+            found.append((known is not None and known.exports is not None and name not in known.exports, module))
+        return [module for _, module in sorted(found, key=lambda pair: pair[0])] if not name.startswith("_") else []
 
     def reached(self, start: tuple[str, str], most: int = 6) -> set[tuple[str, str]]:
         """The definitions that a function reaches through calls; calling a class calls its ``__init__``."""

@@ -75,7 +75,7 @@ class Reading:
         owner = scope.method_owner(node.id) if len(attributes) == 1 else ""
         if owner:
             name = f"{owner}.{attributes[0]}"
-            return f"{self.module}.{name}" if name in self.functions else ""
+            return f"{self.module}.{name}" if name in self.functions or name in self.classes else ""
         meaning = scope.find(node.id)
         return ".".join([meaning, *reversed(attributes)]) if meaning else ""
 
