@@ -76,12 +76,11 @@ def text_of(node: ast.Module | ast.ClassDef | FunctionNode) -> str:
 
 def given_doc(reading: Reading, target: ast.Attribute, node: ast.Assign | ast.AnnAssign) -> None:
     """``Name.__doc__ = "…"`` documents a class or a function that has no docstring; only its literal text is known."""
-    raw = _literal(node.value)
-    text, name = inspect.cleandoc(raw), ast.unparse(target.value)
+    text, name = inspect.cleandoc(_literal(node.value)), ast.unparse(target.value)
     for index, item in enumerate(reading.definitions):
         if text and item.name == name and item.kind != "variable" and not item.doc:
             reading.definitions[index] = item._replace(doc=text, doc_line=node.lineno)
-            reading.documented(text, raw, node.lineno)
+            reading.documented(text, "", node.lineno)  # the lines of a text that is put together are not known
 
 
 def _literal(node: ast.expr | None) -> str:

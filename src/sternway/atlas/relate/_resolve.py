@@ -195,7 +195,7 @@ class Resolver:
         return None
 
     def _starred(self, path: str, name: str) -> list[str]:
-        """The modules whose ``import *`` may bind a name: the last first; if its ``__all__`` lacks the name, at the end."""
+        """Modules whose ``import *`` may bind a name: the last first; those whose ``__all__`` lacks it at the end."""
         bases = []
         for item in reversed(self._bound(path).get("*", ())):
             base = absolute_module(item.module, item.level, self._names[path].package)
