@@ -23,8 +23,8 @@ _DECLARED = re.compile(
 _METHODS = ("property", "class method", "static method")
 
 
-def read(out: Path) -> Claims:
-    """Every claim of every page."""
+def read(out: Path, *, words: bool = True) -> Claims:
+    """Every claim of every page. ``words``: of keyword pages too."""
     claims: Claims = defaultdict(set)
     for page in sorted(out.rglob("*_docs.md")):
         text = page.read_text("utf-8")
@@ -39,7 +39,8 @@ def read(out: Path) -> Claims:
         _references(path, sections.get("Cross-references", ""), claims)
         for name in _modules(sections.get("Training and backward", "")):
             claims["nn.Module subclass"].add((path, name))
-        _keywords(path, page, claims)
+        if words:
+            _keywords(path, page, claims)
     return claims
 
 

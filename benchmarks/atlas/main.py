@@ -100,9 +100,9 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
-def compare(source: Path, out: Path) -> list[Row]:
-    """Precision and recall of each kind of claim."""
-    said, truth = claims.read(out), Truth(source)
+def compare(source: Path, out: Path, *, words: bool = True) -> list[Row]:
+    """Precision and recall of each kind of claim. ``words``: of the identifiers and words on keyword pages too."""
+    said, truth = claims.read(out, words=words), Truth(source, words=words)
     related = Checked(truth, said)
     rows = []
     for kind in sorted({*truth.claims, *said}):
@@ -129,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--source", type=Path, help="a package's folder; the installed torch if not given")
     parser.add_argument("--pages", type=Path, help="pages of that source: only compare them with the truth")
+    parser.add_argument("--without-words", action="store_true", help="leave out keyword pages, which take most time")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     source = args.source.resolve() if args.source else _torch()
@@ -143,7 +144,7 @@ def main() -> None:
                 run(source, Path(folder) / "second", "cold again"),
             ]
             same = digests(out) == digests(Path(folder) / "second")
-        rows = compare(source, out)
+        rows = compare(source, out, words=not args.without_words)
     if args.json:
         print(
             json.dumps(

@@ -50,7 +50,7 @@ class Light(NamedTuple):
 class Truth:
     """Everything that is true of a package, in the form of the claims."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, words: bool = True) -> None:
         self.claims: Claims = defaultdict(set)
         self.allowed: set[tuple[object, ...]] = set()  # words, and identifiers inside f-strings, which are one token
         self.files: dict[str, Light] = {}
@@ -79,7 +79,8 @@ class Truth:
             self._imports(file)
             design = Design(file)
             self._calls(file, design)
-            self._identifiers(file)
+            if words:
+                self._identifiers(file)
             for kind, claim in (*design.found(), *training(file, self.files[name].names)):
                 self.claims[kind].add(claim)
         gc.enable()

@@ -97,13 +97,13 @@ def test_search_takes_several_words_mistakes_files_and_kinds(browser: Browser, s
 EVERY_NAME = """
 (async () => {
   const index = new SearchIndex(async () => {});
-  const names = ["Graph", "Graph.capture", "graph_of", "_graph", "Path.subgraph", "Graph2.run", "capture", "Tape.recapture"];
-  index.names([], [["a.py", "", ""], ["graph/b.py", "", ""]], names.join("\\n"), "cmffmmfm", names.map((_, i) => i % 2),
-    names.map((_, i) => i + 1), names.map(() => "").join("\\n"));
+  const fill = (files, names, kinds) => index.names([], files.map((path) => [path, "", ""]), names.join("\\n"), kinds,
+    names.map((_, i) => i % files.length), names.map((_, i) => i + 1), names.map(() => "").join("\\n"));
+  const names = "Graph Graph.capture graph_of _graph Path.subgraph Graph2.run capture Tape.recapture".split(" ");
+  fill(["a.py", "graph/b.py"], names, "cmffmmfm");
   const found = {};
   for (const query of QUERIES) found[query] = (await index.find(query, "")).hits.map((hit) => hit.name);
-  const many = Array.from({ length: 300 }, (_, i) => `thing_${i}`);
-  index.names([], [["a.py", "", ""]], many.join("\\n"), "f".repeat(300), many.map(() => 0), many.map(() => 1), many.map(() => "").join("\\n"));
+  fill(["a.py"], Array.from({ length: 300 }, (_, i) => `thing_${i}`), "f".repeat(300));
   const all = await index.find("thing", "");
   return [found, all.total, all.hits.length, all.hits[0].name];
 })()

@@ -93,7 +93,7 @@ def _class(
             rest.append(member)
     yield from _tables(about, rest, groups, name)
     for row in about.context.inherited:
-        if row.owner == name:
+        if row.owner == name and about.brief < Brief.NAMES:
             base = Ref(row.base.name, row.base.path, row.base.name, row.base.line)
             most = _INHERITED if about.brief < Brief.LISTS else _FEW
             yield Paragraph(("Inherited from ", base, ": ", *cut([(member,) for member in row.members], most), "."))
