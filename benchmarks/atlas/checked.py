@@ -9,17 +9,6 @@ import networkx
 from claims import Claims
 from truth import Truth
 
-UNCHECKED = {  # kinds with a truth for some of their members only
-    "training: activation checkpoint",
-    "training: compile",
-    "training: gradient clipping",
-    "training: hook",
-    "training: loss",
-    "training: mixed precision",
-    "training: process group",
-    "training: saved tensors",
-    "performance: loop in a hot path",
-}
 _CALLS, _LISTED, _INHERITED, _RAISED = 8, 60, 20, 4  # where the pages cut their lists
 Set = set[tuple[object, ...]]
 
@@ -41,9 +30,17 @@ class Checked:
             if path.rpartition("/")[2].startswith("test_") or path.endswith(("_test.py", "conftest.py")):
                 for name, line in file.tests:
                     self.tests[name, line] = self.tests.get((name, line), set()) | truth.reached((path, name))
-        named = {place for path, file in truth.files.items() for place in ((path, name) for name in file.names)}
+        named = {
+            place
+            for path, file in truth.files.items()
+            for place in ((path, name) for name in file.names | file.variables)
+        }
         every: set[tuple[str, str]] = set().union(*self.tests.values())
-        claims["reached by a test"] = {place for place in every & named if not _is_test(place[0])}  # type: ignore[misc]
+        claims["reached by a test"] = {  # type: ignore[misc]
+            (path, name)
+            for path, name in every & named
+            if not _is_test(path) and (path, name.removesuffix(".__init__")) not in every - {(path, name)}
+        }
         said["reached by a test"] = {claim[:2] for claim in said["test reaches"]}
         self.at = defaultdict(set)
         for path, name, by, line in claims["called at"]:
@@ -77,6 +74,8 @@ class Checked:
             return {claim for claim in found if claim[:2] in self.tests.get(claim[2:], ())}  # type: ignore[call-overload]
         if kind == "usage excerpt":
             return {claim for claim in found if self._quotes(claim)}
+        if kind == "performance: loop in a hot path":
+            return {claim for claim in found if self._is_hot(claim)}
         return equal
 
     def missing(self, kind: str, wanted: Set, absent: Set) -> Set:
@@ -87,6 +86,9 @@ class Checked:
             return {claim for claim in absent if self.importers[claim[0]] <= _LISTED}  # type: ignore[index]
         if kind == "subclassed by":
             return {claim for claim in absent if self.subclasses[claim[0], claim[1]] <= _LISTED}  # type: ignore[index]
+        if kind == "performance: loop in a hot path":
+            said = {claim[:2] for claim in self.said[kind]}
+            return {claim for claim in wanted if claim not in said}
         if kind == "raises":  # said of functions without a docstring, in tables
             said = {claim[:2] for claim in self.said["raises"]}
             count = Counter(claim[:2] for claim in wanted)
@@ -98,6 +100,11 @@ class Checked:
         own = self.truth.files[path].members.get(owner, set())
         places = [place for place in self.truth.ancestors(path, owner) if place[1] == base]
         return member not in own and any(member in self.truth.files[one].members.get(name, ()) for one, name in places)
+
+    def _is_hot(self, claim: tuple[object, ...]) -> bool:
+        path, name, line, callee, loop, by, at = claim
+        place = (str(path), str(name))
+        return (line, callee, loop) in self.truth.loops.get(place, ()) and (by, at) in self.truth.hot.get(place, ())
 
     def _quotes(self, claim: tuple[object, ...]) -> bool:
         path, name, by, line, text = claim

@@ -23,8 +23,8 @@ _DECLARED = re.compile(
 _METHODS = ("property", "class method", "static method")
 
 
-def read(out: Path) -> Claims:
-    """Every claim of every page."""
+def read(out: Path, *, words: bool = True) -> Claims:
+    """Every claim of every page. ``words``: of keyword pages too."""
     claims: Claims = defaultdict(set)
     for page in sorted(out.rglob("*_docs.md")):
         text = page.read_text("utf-8")
@@ -39,7 +39,8 @@ def read(out: Path) -> Claims:
         _references(path, sections.get("Cross-references", ""), claims)
         for name in _modules(sections.get("Training and backward", "")):
             claims["nn.Module subclass"].add((path, name))
-        _keywords(path, page, claims)
+        if words:
+            _keywords(path, page, claims)
     return claims
 
 
@@ -146,7 +147,8 @@ def _breakdown(path: str, text: str, claims: Claims) -> None:
                 f"{head}\ndef f{_code(row.get('signature', ''))}".lstrip(),
                 claims,
             )
-            for part in row.get("derived from the code", "").split("; "):
+            derived = row.get("derived from the code") or row.get("docstring, or derived from the code") or ""
+            for part in derived.split("; "):
                 if part.startswith("raises "):
                     names = (one for _, one in _SPAN.findall(part))
                     claims["raises"].update((path, _code(row["name"]), one) for one in names)
@@ -234,11 +236,22 @@ def _facts(path: str, sections: dict[str, str], claims: Claims) -> None:
     for row in _tables(sections.get("Security and safety", "")):
         claims["security finding"].add((path, _line(row["where"]), _unescaped(row["finding"])))
     for row in _tables(sections.get("Performance considerations", "")):
-        claims[f"performance: {row['finding']}"].add((path, _line(row["where"])))
+        if row["finding"] == "loop in a hot path":
+            claims["performance: loop in a hot path"].add((path, *_hot(path, row)))
+        else:
+            claims[f"performance: {row['finding']}"].add((path, _line(row["where"])))
     for title, lead in (("Testing", ""), ("Training and backward", "training: ")):
         for row in _tables(sections.get(title, "")):
             if "kind" in row and (lead or row["kind"] == "test"):
                 claims[f"{lead}{row['kind']}"].add((path, _line(row["where"])))
+
+
+def _hot(path: str, row: dict[str, str]) -> tuple[object, ...]:
+    """The function, the call in its loop (line, callee, line of the loop), and the loop that calls it."""
+    said = re.match(r"line (\d+) calls (\S+) in the loop at line (\d+); a loop calls \S+ at (.*)$", row["evidence"])
+    assert said is not None, row
+    callee, place = _unescaped(said[2]), next(_places(said[4], path))
+    return _code(row["code"]), int(said[1]), callee, int(said[3]), *place
 
 
 def _modules(text: str) -> Iterator[str]:

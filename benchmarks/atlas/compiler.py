@@ -132,8 +132,8 @@ class File:
                     break
         else:
             scope = table
-            if symbol.is_parameter():
-                return ""
+        if scope is not self.table and scope.lookup(name).is_parameter():
+            return ""  # it may be what was passed
         meanings = self.bindings[scope.get_id()].get(name, set())
         if not meanings:
             return f"builtins.{name}" if scope is self.table and not self.bindings[scope.get_id()].get("*") else ""

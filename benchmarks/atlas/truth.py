@@ -20,6 +20,7 @@ from typing import NamedTuple
 from claims import Claims, tail, words
 from compiler import File, Functions, absolute, own_nodes
 from truth_design import Design
+from truth_training import training
 
 _SOFT = {"match", "case", "type", "_"}
 _DANGEROUS = re.compile(
@@ -27,26 +28,6 @@ _DANGEROUS = re.compile(
     r"|yaml\.(load|unsafe_load|full_load)$|torch\.(serialization\.|hub\.)?load$|(joblib|numpy)\.load$|tempfile\.mktemp$"
     r"|importlib\.import_module$|ctypes\.(CDLL|cdll\.LoadLibrary)$|urllib\.request\.(urlopen|urlretrieve)$|socket\.socket$"
 )
-_TRAINING = {
-    "optimizer": re.compile(r"torch\.optim\.(?!lr_scheduler)(\w+\.)*[A-Z]\w*$"),
-    "scheduler": re.compile(r"torch\.optim\.lr_scheduler\.[A-Z]\w*$"),
-    "seed": re.compile(
-        r"torch\.(random\.|cuda\.)?manual_seed(_all)?$|random\.seed$|numpy\.random\.(seed|default_rng)$"
-        r"|torch\.use_deterministic_algorithms$"
-    ),
-    "data loader": re.compile(r"torch\.utils\.data\.((dataloader\.)?DataLoader|(distributed\.)?DistributedSampler)$"),
-    "data parallel": re.compile(
-        r"torch\.nn\.(parallel\.(distributed\.)?DistributedDataParallel|DataParallel)$"
-        r"|torch\.distributed\.(_composable\.)?fsdp\.(FullyShardedDataParallel|fully_shard)$"
-    ),
-    "pipeline": re.compile(r"torch\.distributed\.pipelin(ing|e)\.|sternway\.pipeline\.Pipeline$"),
-    "checkpoint load": re.compile(
-        r"torch\.(serialization\.)?load$|torch\.distributed\.checkpoint\.load$|safetensors\.torch\.load_file$"
-    ),
-    "checkpoint save": re.compile(
-        r"torch\.(serialization\.)?save$|torch\.distributed\.checkpoint\.save$|safetensors\.torch\.save_file$"
-    ),
-}
 
 
 class Light(NamedTuple):
@@ -56,21 +37,28 @@ class Light(NamedTuple):
     names: set[str]  # of classes and functions, qualified
     variables: set[str]  # of modules and classes
     bases: list[tuple[str, str]]  # class, meaning of a base
-    calls: list[tuple[str, str, int, str]]  # meaning, own method, line, the definition around
+    calls: list[tuple[str, str, int, str, int]]  # meaning, own method, line, the definition around, the loop around
     members: dict[str, set[str]]  # public members of each class
     imports: set[str]  # files that are imported when the module is
     tests: list[tuple[str, int]]
     text: list[str]
+    module: str
+    stars: list[str]  # modules in `from module import *`
+    exports: set[str] | None  # `__all__`, where it is written out
 
 
 class Truth:
     """Everything that is true of a package, in the form of the claims."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, words: bool = True) -> None:
         self.claims: Claims = defaultdict(set)
         self.allowed: set[tuple[object, ...]] = set()  # words, and identifiers inside f-strings, which are one token
         self.files: dict[str, Light] = {}
         self.edges: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)  # who calls what
+        self.loops: dict[tuple[str, str], set[tuple[int, str, int]]] = defaultdict(
+            set
+        )  # line, callee, line of the loop
+        self.hot: dict[tuple[str, str], set[tuple[str, int]]] = defaultdict(set)  # calls of it in loops elsewhere
         self._located: dict[str, tuple[str, str] | None] = {}
         paths = sorted(root.rglob("*.py"))
         names = {path: [root.name, *path.relative_to(root).as_posix().removesuffix(".py").split("/")] for path in paths}
@@ -89,9 +77,11 @@ class Truth:
             self.files[name] = self._light(file)  # the tree itself would not fit in memory two thousand times
             self._definitions(file)
             self._imports(file)
-            self._calls(file)
-            self._identifiers(file)
-            for kind, claim in Design(file).found():
+            design = Design(file)
+            self._calls(file, design)
+            if words:
+                self._identifiers(file)
+            for kind, claim in (*design.found(), *training(file, self.files[name].names)):
                 self.claims[kind].add(claim)
         gc.enable()
         self._places()
@@ -118,7 +108,19 @@ class Truth:
             if owner and not last.startswith("_"):
                 members[owner].add(last)
         top = dict(file.bindings[file.table.get_id()])
-        return Light(top, named, variables, bases, [], members, set(), [], file.text.split("\n"))
+        stars = [
+            absolute(node, file.package)
+            for node, (_, table, _) in file.owners.items()
+            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and table is file.table
+        ]
+        exports = None
+        for node in file.tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                parts = node.value.elts if isinstance(node.value, ast.List | ast.Tuple) else []
+                exports = {part.value for part in parts if isinstance(part, ast.Constant)} or None
+        return Light(
+            top, named, variables, bases, [], members, set(), [], file.text.split("\n"), file.module, stars, exports
+        )
 
     def _definitions(self, file: File) -> None:
         path, claims = file.path, self.claims
@@ -217,7 +219,7 @@ class Truth:
         elif relative or wanted[-1].partition(".")[0] in self.modules:
             self.claims["import unresolved"].add((file.path, line, module, name))
 
-    def _calls(self, file: File) -> None:
+    def _calls(self, file: File, design: Design) -> None:
         for node in file.owners:
             if not isinstance(node, ast.Call):
                 continue
@@ -226,28 +228,26 @@ class Truth:
                 self.claims["security finding"].add((file.path, node.lineno, name.removeprefix("builtins.")))
             elif _DANGEROUS.match(name):
                 self.claims["security finding"].add((file.path, node.lineno, name))
-            for kind, pattern in _TRAINING.items():
-                own = kind == "pipeline" and file.module.startswith(("torch.distributed.pipelin", "sternway.pipeline"))
-                if pattern.match(name) and not own:
-                    self.claims[f"training: {kind}"].add((file.path, node.lineno))
-            attribute = node.func.attr if isinstance(node.func, ast.Attribute) else ""
-            is_super = attribute and ast.unparse(node.func).startswith("super(")
-            if name in ("torch.autograd.backward", "torch.autograd.grad", "sternway.split.backward_input") or (
-                attribute == "backward" and not name and not is_super and not self._own(file, node)
-            ):
-                self.claims["training: backward"].add((file.path, node.lineno))
             own = self._own(file, node)
             if own or name:
-                self.files[file.path].calls.append((name, own, node.lineno, file.owners[node][0]))
+                loop = design.loop(node)
+                around = loop.lineno if loop is not None else 0  # type: ignore[attr-defined]
+                self.files[file.path].calls.append((name, own, node.lineno, file.owners[node][0], around))
 
     def _places(self) -> None:
         """Where calls lead, once every file is known."""
         for path, file in self.files.items():
-            for name, own, line, scope in file.calls:
+            for name, own, line, scope, loop in file.calls:
                 place = (path, own) if own else self.locate(name)
+                if loop and loop != line and not name.startswith("builtins."):
+                    self.loops[path, scope].add((line, name or f"{file.module}.{own}", loop))
                 if place is not None:
                     self.claims["called at"].add((*place, path, line))
                     self.edges[path, scope].add(place)
+                    if loop and (path, scope) != place:
+                        self.hot[place].add((path, line))
+        kind = "performance: loop in a hot path"
+        self.claims[kind].update(place for place in self.loops if place in self.hot)
 
     def _own(self, file: File, node: ast.Call) -> str:
         name = file.own_method(node)
@@ -264,17 +264,20 @@ class Truth:
                     self.allowed.update((file.path, form, row) for name in names for form in (name, name.lower()))
                     self.allowed.update((file.path, word, row) for word in re.findall(r"[^\W\d_]+", text.lower()))
 
-    def locate(self, name: str, depth: int = 0) -> tuple[str, str] | None:
+    def locate(self, name: str) -> tuple[str, str] | None:
         """The file and the qualified name of a definition, following re-exports."""
         if name not in self._located:
-            self._located[name] = self._locate(name, depth)
+            self._located[name] = self._locate(name, frozenset())
         return self._located[name]
 
-    def _locate(self, name: str, depth: int) -> tuple[str, str] | None:
+    def _locate(self, name: str, seen: frozenset[str]) -> tuple[str, str] | None:
+        if name in seen:
+            return None
+        seen |= {name}
         parts = name.split(".")
         for cut in range(len(parts) - 1, 0, -1):
             path = self.modules.get(".".join(parts[:cut]))
-            if path is None or path not in self.files or depth > 12:
+            if path is None or path not in self.files:
                 continue
             file, rest = self.files[path], parts[cut:]
             known = file.names
@@ -283,15 +286,23 @@ class Truth:
             if rest[0] in known:
                 return None
             for meaning in sorted(file.top.get(rest[0], ())):
-                if meaning and (found := self.locate(".".join([meaning, *rest[1:]]), depth + 1)):
+                if meaning and (found := self._locate(".".join([meaning, *rest[1:]]), seen)):
                     return found
             if ".".join(rest) in file.variables:
                 return path, ".".join(rest)
-            for star in sorted(file.top.get("*", ())):
-                if found := self.locate(star.removesuffix("*") + ".".join(rest), depth + 1):
+            for star in self._stars(file, rest[0]):
+                if found := self._locate(f"{star}.{'.'.join(rest)}", seen):
                     return found
             return None
         return None
+
+    def _stars(self, file: Light, name: str) -> list[str]:
+        """Modules that are imported with a star: the last binds a name, if its ``__all__`` names it."""
+        found = []
+        for module in reversed(file.stars):
+            known = self.files.get(self.modules.get(module, ""))
+            found.append((known is not None and known.exports is not None and name not in known.exports, module))
+        return [module for _, module in sorted(found, key=lambda pair: pair[0])] if not name.startswith("_") else []
 
     def reached(self, start: tuple[str, str], most: int = 6) -> set[tuple[str, str]]:
         """The definitions that a function reaches through calls; calling a class calls its ``__init__``."""

@@ -71,7 +71,7 @@ class Design:
     def __init__(self, file: File) -> None:
         self.file, self.path = file, file.path
         self.parents = {child: node for node in ast.walk(file.tree) for child in ast.iter_child_nodes(node)}
-        self.torch = any(map(self._imports_torch, ast.walk(file.tree)))
+        self.torch = file.module.partition(".")[0] == "torch" or any(map(self._imports_torch, ast.walk(file.tree)))
         self.raises: dict[ast.AST | None, list[ast.Raise]] = defaultdict(list)  # by the function around
         self.functions: set[str] = set()
         for node, (owner, _, function) in file.owners.items():

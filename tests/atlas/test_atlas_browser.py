@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import time
 from pathlib import Path
 
@@ -91,6 +92,42 @@ def test_search_takes_several_words_mistakes_files_and_kinds(browser: Browser, s
     assert kinds == ["class"]
     browser.press("Escape")
     assert browser.run("document.getElementById('found').hidden")
+
+
+EVERY_NAME = """
+(async () => {
+  const index = new SearchIndex(async () => {});
+  const fill = (files, names, kinds) => index.names([], files.map((path) => [path, "", ""]), names.join("\\n"), kinds,
+    names.map((_, i) => i % files.length), names.map((_, i) => i + 1), names.map(() => "").join("\\n"));
+  const names = "Graph Graph.capture graph_of _graph Path.subgraph Graph2.run capture Tape.recapture".split(" ");
+  fill(["a.py", "graph/b.py"], names, "cmffmmfm");
+  const found = {};
+  for (const query of QUERIES) found[query] = (await index.find(query, "")).hits.map((hit) => hit.name);
+  fill(["a.py"], Array.from({ length: 300 }, (_, i) => `thing_${i}`), "f".repeat(300));
+  const all = await index.find("thing", "");
+  return [found, all.total, all.hits.length, all.hits[0].name];
+})()
+"""
+
+
+def test_search_finds_every_name_with_the_words_in_it(browser: Browser, site: Path) -> None:
+    """Against a list made by hand: the whole name, its start, a part, inside, the class around; then a file's path."""
+    browser.open(site / "index.html")
+    wanted = {
+        "graph": ["Graph", "_graph", "graph_of", "Path.subgraph", "b.py", "Graph2.run", "Graph.capture"],
+        "capture": ["capture", "Graph.capture", "Tape.recapture"],
+        "capture graph": ["Graph.capture", "Tape.recapture"],
+        "capture grahp": [],
+        "captrue": ["capture", "Graph.capture"],
+        "zzz": [],
+    }
+    found, total, shown, first = browser.run(EVERY_NAME.replace("QUERIES", json.dumps(list(wanted))))
+    assert {query: set(names) for query, names in found.items()} == {
+        query: set(names) for query, names in wanted.items()
+    }
+    assert found["graph"][:3] == ["Graph", "_graph", "graph_of"]
+    assert found["capture"] == wanted["capture"]
+    assert (total, shown, first) == (300, 50, "thing_0")
 
 
 def test_light_and_dark(browser: Browser, site: Path) -> None:

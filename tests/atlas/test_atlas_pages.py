@@ -227,6 +227,35 @@ def test_no_page_is_too_large(tmp_path: Path) -> None:
     assert [
         path.name for path in pages if path.stat().st_size > 300_000 and not path.name.endswith("_source.html")
     ] == []
-    assert "so this page is brief" in (tmp_path / "out/big.py_docs.md").read_text()
+    page = (tmp_path / "out/big.py_docs.md").read_text()
+    assert "so this page is brief: as Markdown it names its own lines without links" in page
+    assert "#L1)" not in page
+    assert "href=#L1>" in (tmp_path / "out/big.py_docs.html").read_text()
     listed = "".join(path.read_text() for path in sorted((tmp_path / "out").glob("big.py_kw*.md")))
     assert all(f"`variable_{i}`" in listed for i in range(1500))
+
+
+def test_the_index_of_a_folder_with_one_folder_leads_there(tmp_path: Path) -> None:
+    (tmp_path / "src" / "pkg" / "inner").mkdir(parents=True)
+    (tmp_path / "src" / "pkg" / "a.py").write_text("def first(): ...\n")
+    (tmp_path / "src" / "pkg" / "inner" / "b.py").write_text("def second(): ...\n")
+    report = atlas.build(tmp_path / "src", tmp_path / "out")
+    assert report.ok
+    assert "All definitions are below [pkg](pkg/sub.md)." in (tmp_path / "out/sub.md").read_text()
+    assert "`first` function [a.py:1]" in (tmp_path / "out/pkg/sub.md").read_text()
+    assert "`second` function [b.py:1]" in (tmp_path / "out/pkg/inner/sub.md").read_text()
+
+
+def test_what_a_class_is_told_from_outside(tmp_path: Path) -> None:
+    """A docstring that is assigned, and the types of a class's parameters, which its ``__init__`` has."""
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.py").write_text(
+        "class Step:\n    def __init__(self, rate: float = 0.1): ...\n\n"
+        "class Stop: ...\n\n"
+        'Step.__doc__ = "Take a step.\\n\\nArgs:\\n    rate: how far" + f" {Step.__name__}"\n'
+    )
+    assert atlas.build(tmp_path / "src", tmp_path / "out").ok
+    page = (tmp_path / "out/a.py_docs.md").read_text()
+    assert "Take a step.\n" in page
+    assert "| `rate` | `float` | `0.1` | how far |" in page
+    assert "defines the classes [`Step`](../src/a.py#L1), [`Stop`](../src/a.py#L4)" in page

@@ -174,6 +174,32 @@ def test_a_result_may_take_several_lines() -> None:
     assert blocks[1] == Paragraph((Strong("Returns"), " ", "An object that has two lines."))
 
 
+def test_a_note_goes_on_below_its_first_line() -> None:
+    text = ".. note:: The length is not\n    required by it.\n\n    But expected."
+    (note,) = read(text)
+    assert note == Note("Note", (Paragraph(("The length is not required by it.",)), Paragraph(("But expected.",))))
+
+
+def test_indented_text_below_a_colon_stands_apart() -> None:
+    found = read("It sets up:\n    name: the class,\n        made on the fly.\nThe rest.")
+    assert found == [
+        Paragraph(("It sets up:",)),
+        Paragraph(("name: the class, made on the fly.",)),
+        Paragraph(("The rest.",)),
+    ]
+
+
+def test_a_type_before_a_spaced_colon_is_a_type() -> None:
+    text = "Draw.\n\nArgs:\n    weights (sequence)   : what to draw from\n    count (int, optional): how many"
+    rows = next(
+        block for block in described(text, {}, "(self, weights, count: int = 3)") if isinstance(block, Table)
+    ).rows
+    assert [row[:3] for row in rows] == [
+        ((Code("weights"),), (Code("sequence"),), ()),
+        ((Code("count"),), (Code("int"),), (Code("3"),)),
+    ]
+
+
 def test_whatever_stands_there_nothing_fails() -> None:
     for text in (
         "",

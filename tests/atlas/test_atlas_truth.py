@@ -81,6 +81,57 @@ def not_found(rows, pickle):
         count = row
     return count
 '''
+TRAINING = '''\
+"""A training program with one of every call that pages name."""
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook, save_on_cpu
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+
+@torch.compile
+def scaled(x):
+    return x * 2
+
+
+def rows(batch):
+    found = []
+    for row in batch:
+        found.append(torch.relu(row))
+    return found
+
+
+def train(model, batches):
+    dist.init_process_group("gloo")
+    model = torch.compile(model)
+    model.register_full_backward_hook(print)
+    register_multi_grad_hook(list(model.parameters()), print)
+    nn.modules.module.register_module_forward_hook(print)
+    for batch in batches:
+        with torch.autocast("cpu"), save_on_cpu():
+            out = checkpoint(model, rows(batch))
+        loss = functional.cross_entropy(out, batch)
+        loss = loss + nn.MSELoss()(out, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+'''
+OTHER = '''\
+"""No training: torch is not imported here."""
+
+
+def send(request):
+    request.register_hook("response", print)
+    request.backward()
+'''
 TESTS = '''\
 """Tests of it."""
 from everything import helper
@@ -119,6 +170,8 @@ def test_one_of_everything_is_found_and_nothing_else(benchmark: ModuleType, tmp_
     source.mkdir()
     (source / "__init__.py").write_text(HELPER)
     (source / "findings.py").write_text(EVERYTHING)
+    (source / "program.py").write_text(TRAINING)
+    (source / "other.py").write_text(OTHER)
     (source / "test_it.py").write_text(TESTS)
     assert atlas.build(source, tmp_path / "out").ok
     rows = {row.kind: row for row in benchmark.compare(source, tmp_path / "out")}
@@ -130,6 +183,19 @@ def test_one_of_everything_is_found_and_nothing_else(benchmark: ModuleType, tmp_
     performance: quadratic: grows by copying/performance: allocation in a loop/performance: linear search in a loop
     performance: quadratic: at the front of a list/security finding/reached by a test/usage excerpt/module docstring
     """
+    training = {
+        "hook": 3,
+        "saved tensors": 2,
+        "loss": 2,
+        "compile": 2,
+        "backward": 1,
+        "gradient clipping": 1,
+        "mixed precision": 1,
+        "process group": 1,
+        "activation checkpoint": 1,
+    }
+    assert {kind: rows[f"training: {kind}"].claimed for kind in training} == training
+    assert rows["performance: loop in a hot path"].claimed == 1  # rows(), which train() calls in its loop
     assert {kind.strip() for line in kinds.strip().split("\n") for kind in line.split("/")} <= set(rows)
     assert rows["security finding"].claimed == 4  # pickle, a path from the environment, SQL, a key
     assert rows["performance: device synchronization in a loop"].claimed == 2

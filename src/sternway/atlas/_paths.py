@@ -56,8 +56,12 @@ def folder_page(path: str, name: str) -> str:
 
 @_cached
 def link(page: str, target: str) -> str:
-    """The relative link from one page to another."""
-    return posixpath.relpath(target, posixpath.dirname(page) or ".")
+    """The relative link from one page to another. Both paths are normal, so nothing is asked of the file system."""
+    start, end = page.split("/")[:-1], target.split("/")
+    same = 0
+    while same < min(len(start), len(end)) and start[same] == end[same]:
+        same += 1
+    return "/".join([*[".."] * (len(start) - same), *end[same:]])
 
 
 @_cached

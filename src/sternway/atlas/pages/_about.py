@@ -35,7 +35,7 @@ BRIEF = {
     Brief.DOCSTRINGS: "docstrings are cut to their first paragraph",
     Brief.FUNCTIONS: "all functions are in tables",
     Brief.SIGNATURES: "signatures are left out",
-    Brief.NAMES: "of fields and of functions without an article only the names are given",
+    Brief.NAMES: "inherited members are left out, and of functions without an article and fields only names are given",
 }
 _CUT = 60  # rows of a list on a brief page
 _WEIGHTS = ("high", "medium", "low", "")

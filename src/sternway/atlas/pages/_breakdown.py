@@ -28,6 +28,7 @@ from sternway.atlas.python._docstrings import first_paragraph
 from sternway.atlas.relate._resolve import Symbol
 
 _INHERITED = 20  # members of one base that are named
+_FEW = 4  # of them on a brief page
 _WIDEST = 92  # characters of a signature on one line
 _PARAMETER = re.compile(r"\b([^\W\d]\w*)\b(?=\s*[:,=)])")
 _CLASSES = frozenset(("class", "struct", "union", "interface", "enum", "namespace", "type"))
@@ -92,11 +93,10 @@ def _class(
             rest.append(member)
     yield from _tables(about, rest, groups, name)
     for row in about.context.inherited:
-        if row.owner == name:
+        if row.owner == name and about.brief < Brief.NAMES:
             base = Ref(row.base.name, row.base.path, row.base.name, row.base.line)
-            yield Paragraph(
-                ("Inherited from ", base, ": ", *cut([(member,) for member in row.members], _INHERITED), ".")
-            )
+            most = _INHERITED if about.brief < Brief.LISTS else _FEW
+            yield Paragraph(("Inherited from ", base, ": ", *cut([(member,) for member in row.members], most), "."))
     for member in members.get(name, ()):
         if member in classes:
             yield from _class(about, member, groups, members, classes)
@@ -116,7 +116,15 @@ def _article(about: About, items: list[Definition], level: int) -> Iterator[Bloc
             if about.brief >= Brief.DOCSTRINGS:
                 yield Paragraph(prose(first_paragraph(item.doc), _names(about, item)))
             else:
-                yield from described(item.doc, _names(about, item), item.signature if item.kind != "class" else "")
+                yield from described(item.doc, _names(about, item), _parameters(about, item))
+
+
+def _parameters(about: About, item: Definition) -> str:
+    """The signature that a docstring's parameters are of: a class has that of its ``__init__``."""
+    if item.kind != "class":
+        return item.signature
+    made_by = about.defined.get(f"{item.name}.__init__")
+    return made_by.signature if made_by is not None else ""
 
 
 def _names(about: About, item: Definition) -> Names:
@@ -206,7 +214,8 @@ def _tables(about: About, names: list[str], groups: dict[str, list[Definition]],
         for item in items
         if item.kind != "variable"
     )
-    yield table(("name", "kind", "where", "signature", "decorators", "derived from the code"), rows)
+    derived = "docstring, or derived from the code" if about.brief else "derived from the code"
+    yield table(("name", "kind", "where", "signature", "decorators", derived), rows)
     fields = (
         (
             (Code(item.name, item.name),),

@@ -25,6 +25,7 @@ _GOOGLE = re.compile(
     r"|Attributes|Examples?|Notes?|Warnings?|Warns|Receives|Shape|References?|See Also|Todo):[ \t]*$",
     re.MULTILINE,
 )
+_SPACED = re.compile(r"(\*{0,2}\w+) \((.*)\)\s*$")
 _LISTS = {"parameters": "Parameters", "other parameters": "Other parameters", "attributes": "Attributes"}
 _RESULTS = {"returns": "Returns", "yields": "Yields", "receives": "Receives"}
 _TOLD = {"raises": "Raises", "warns": "Warns"}
@@ -65,7 +66,7 @@ def _section(part: Any, names: Names, signature: str) -> Iterator[Block]:
     elif kind in _LISTS:
         yield Paragraph((Strong(part.title or _LISTS[kind]),))
         found = _arguments(signature)
-        rows = (_row(item, names, found.get(item.name.lstrip("*"), ("", ""))) for item in value)
+        rows = (_row(item, names, found) for item in value)
         if (made := table(("name", "type", "default", "meaning"), rows)) is not None:
             yield made
     elif kind in _RESULTS:
@@ -88,6 +89,10 @@ def _section(part: Any, names: Names, signature: str) -> Iterator[Block]:
                 yield Fence(text, "python")
     elif kind == "admonition":
         kind, title = value.kind.capitalize(), part.title or ""
+        if kind in ("Example", "Examples"):
+            yield Paragraph((Strong(title or kind),))
+            yield from read(value.contents, names)
+            return
         whole = title if not title or title.lower().startswith(value.kind.lower()) else f"{kind}: {title}"
         yield Note(whole or kind, tuple(read(value.contents, names)))
     elif kind == "deprecated":
@@ -101,10 +106,13 @@ def _words(text: str, names: Names) -> Words:
     return prose(" ".join(text.split()), names)
 
 
-def _row(item: Any, names: Names, known: tuple[str, str]) -> tuple[Words, ...]:
-    hint = str(item.annotation or "") or known[0]
+def _row(item: Any, names: Names, arguments: dict[str, tuple[str, str]]) -> tuple[Words, ...]:
+    spaced = _SPACED.match(item.name)  # "name (type) : text", which griffe takes for a name
+    name, said = (spaced[1], spaced[2]) if spaced else (item.name, str(item.annotation or ""))
+    known = arguments.get(name.lstrip("*"), ("", ""))
+    hint = said.removesuffix(", optional") or known[0]
     default = str(getattr(item, "value", None) or "") or known[1]
-    return (Code(item.name),), _code(hint), _code(default), _words(item.description, names)
+    return (Code(name),), _code(hint), _code(default), _words(item.description, names)
 
 
 def _code(text: str) -> Words:

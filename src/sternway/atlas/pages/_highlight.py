@@ -26,16 +26,15 @@ def highlight(text: str, lexer: str) -> list[str]:
 
 
 def _python(text: str) -> list[str]:
+    text = escape(text, quote=False)  # first and at once: what it writes has neither quotes nor hashes nor keywords
     parts: list[str] = []
     before = 0
     for kind, start, end in tokens(text):
-        parts.append(escape(text[before:start], quote=False))
-        body = escape(text[start:end], quote=False)
         tag = TAGS[kind]
-        parts.append(f"<{tag}>{body}</{tag}>".replace("\n", f"</{tag}>\n<{tag}>"))
+        body = f"<{tag}>{text[start:end]}</{tag}>"
+        parts += (text[before:start], body.replace("\n", f"</{tag}>\n<{tag}>") if "\n" in body else body)
         before = end
-    parts.append(escape(text[before:], quote=False))
-    return lines_of("".join(parts))
+    return lines_of("".join([*parts, text[before:]]))
 
 
 def _pygments(text: str, lexer: str) -> list[str]:

@@ -73,7 +73,7 @@ def _page(page: Page, tree: str, sections: list[Any], **more: Any) -> str:
         crumbs=list(_crumbs(page, tree, name)),
         sections=sections,
         site=link(name, "_site"),
-        root=link(name, ".") if "/" in name else ".",
+        root="/".join([".."] * name.count("/")) or ".",
         is_code=page.is_file,
         **more,
     )

@@ -6,6 +6,7 @@ These may have very many rows, so they are written as strings rather than made o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape as html_escape
 from typing import NamedTuple
@@ -41,6 +42,7 @@ class IndexEntry(NamedTuple):
     line: int
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def letter(name: str) -> str:
     first = name.lstrip("_")[:1].lower()
     return first if "a" <= first <= "z" else "0-9" if first.isdigit() else "other"

@@ -70,9 +70,11 @@ def escape(text: str) -> str:
 def code(text: str) -> str:
     """A code span, with more backquotes than any in the text."""
     text = " ".join(text.split())
+    if "`" not in text:
+        return f"`{text}`" if text else ""
     ticks = "`" * (max(map(len, _TICKS.findall(text)), default=0) + 1)
     space = " " if text[:1] == "`" or text[-1:] == "`" else ""
-    return f"{ticks}{space}{text}{space}{ticks}" if text else ""
+    return f"{ticks}{space}{text}{space}{ticks}"
 
 
 def fenced(text: str, lexer: str) -> Iterator[str]:

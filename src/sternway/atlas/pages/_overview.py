@@ -25,6 +25,7 @@ from sternway.atlas.pages._blocks import (
 from sternway.atlas.pages._docstring_page import described
 from sternway.atlas.read._text import lines_of
 
+_NAMED = 12  # definitions of one kind
 PARSERS = {
     "ast": "Python's own parser (ast)",
     "tree-sitter": "tree-sitter, which parses the file alone: macros are not expanded",
@@ -69,13 +70,9 @@ def _derived(about: About) -> Words:
     tops = [item for item in about.facts.definitions if "." not in item.name and item.kind not in ("variable", "key")]
     public = [item for item in tops if not item.name.startswith("_")] or tops
     if public:
-        parts.append(("defines ", *cut([_named(about, item) for item in public], 12)))
-    called = sorted(about.context.callers, key=lambda row: (-len({path for path, _ in row[1]}), row[0]))
-    if called and (files := {path for path, _ in called[0][1]} - {about.path}):
-        name, sites = called[0]
-        count = f" from {len(files):,} other file{'s' * (len(files) != 1)}, first at "
-        first = next(site for site in sites if site[0] != about.path)
-        parts.append((about.ref(name), " is called most,", count, At(*first)))
+        parts.append(("defines ", *joined(_by_kind(about, public), " and ")))
+    if called := _most_called(about):
+        parts.append(called)
     raised = sorted({name for item in about.facts.definitions for name in item.raises})
     if raised:
         parts.append(("raises ", *cut([(Code(name),) for name in raised], 8)))
@@ -84,8 +81,30 @@ def _derived(about: About) -> Words:
     return (*joined(parts, "; "), ".")
 
 
-def _named(about: About, item: Definition) -> Words:
-    return (f"the {item.kind} ", about.ref(item.name))
+def _by_kind(about: About, items: list[Definition]) -> list[Words]:
+    """``the classes A, B``, ``the function f``: one run of words for each kind."""
+    kinds: dict[str, list[Words]] = {}
+    for item in items:
+        kinds.setdefault(item.kind, []).append((about.ref(item.name),))
+    return [
+        (f"the {kind if len(names) == 1 else _plural(kind)} ", *cut(names, _NAMED)) for kind, names in kinds.items()
+    ]
+
+
+def _plural(kind: str) -> str:
+    return f"{kind}es" if kind.endswith("s") else f"{kind}s"
+
+
+def _most_called(about: About) -> Words:
+    """The definition that most other files call, if there is one."""
+    others = {name: [site for site in sites if site[0] != about.path] for name, sites in about.context.callers}
+    counts = sorted(((len({path for path, _ in sites}), name) for name, sites in others.items() if sites), reverse=True)
+    if not counts or (len(counts) > 1 and counts[0][0] == counts[1][0]):
+        return ()
+    count, name = counts[0]
+    most = " most," if len(counts) > 1 else ""
+    files = f"from {count:,} other file{'s' * (count != 1)}, first at "
+    return about.ref(name), f" is called{most} {files}", At(*others[name][0])
 
 
 def metadata(about: About) -> Section | None:

@@ -188,6 +188,7 @@ class _Reader:
                 return True
             return False
         self.at += 1
+        goes_on = self.at < len(self.lines) and bool(self.lines[self.at].strip())
         body = self.indented(_indent(line))
         name, more = match[1].lower(), match[2].strip()
         if name in _SKIPPED:
@@ -198,7 +199,7 @@ class _Reader:
             code = body[options.end() :].strip("\n") if options else body
             return self.add(Fence("\n".join(filter(None, ((more if name == "math" else ""), code))), lexer))
         if name in _NOTES:
-            inside = "\n\n".join(filter(None, (more, body)))
+            inside = ("\n" if goes_on else "\n\n").join(filter(None, (more, body)))
             return self.add(Note(name.capitalize(), tuple(read(inside, self.names)))) if inside else True
         return self.add(Paragraph(prose(" ".join((more, body)).strip(), self.names))) if more or body else True
 
@@ -250,6 +251,15 @@ class _Reader:
         self.items.append(prose(" ".join(parts), self.names))
         return True
 
+    def explained(self, line: str) -> bool:
+        """Indented text below a line that ends with a colon."""
+        before = self.lines[self.at - 1] if self.at else ""
+        if not self.words or not before.rstrip().endswith(":") or _indent(line) <= _indent(before):
+            return False
+        self.flush()
+        self.found += read(self.indented(_indent(before)), self.names)
+        return True
+
     def indented_text(self, line: str) -> bool:
         """A picture or a piece of code that nothing introduces."""
         if _indent(line) < 4 or self.words or self.items:
@@ -270,5 +280,6 @@ _RULES: tuple[Callable[[_Reader, str], bool], ...] = (
     _Reader.heading,
     _Reader.literal,
     _Reader.bullet,
+    _Reader.explained,
     _Reader.indented_text,
 )

@@ -45,7 +45,12 @@ def testing(about: About) -> Section | None:
     """The file's own tests, and tests elsewhere that reach its definitions through calls."""
     own = list(about.rows(about.groups("testing")))
     listed = folded(f"{len(own)} facts", table(("kind", "what", "more", "where"), own), len(own), _ROWS)
-    rows = [((about.ref(name),), joined(map(_test, tests))) for name, tests in about.context.tests]
+    reached_names = {name for name, _ in about.context.tests}
+    rows = [
+        ((about.ref(name),), joined(map(_test, tests)))
+        for name, tests in about.context.tests
+        if not (name.endswith(".__init__") and name.removesuffix(".__init__") in reached_names)  # as the class is
+    ]
     reached = folded(f"{len(rows)} definitions", table(("definition", "reached by"), rows), len(rows), _ROWS)
     by = about.context.importing_tests
     imported = sentence("Test files that import it: ", *cut([(At(*test),) for test in by], 20), ".") if by else None

@@ -74,6 +74,26 @@ def text_of(node: ast.Module | ast.ClassDef | FunctionNode) -> str:
     return ast.get_docstring(node) or ""
 
 
+def given_doc(reading: Reading, target: ast.Attribute, node: ast.Assign | ast.AnnAssign) -> None:
+    """``Name.__doc__ = "…"`` documents a class or a function that has no docstring; only its literal text is known."""
+    text, name = inspect.cleandoc(_literal(node.value)), ast.unparse(target.value)
+    for index, item in enumerate(reading.definitions):
+        if text and item.name == name and item.kind != "variable" and not item.doc:
+            reading.definitions[index] = item._replace(doc=text, doc_line=node.lineno)
+            reading.documented(text, "", node.lineno)  # the lines of a text that is put together are not known
+
+
+def _literal(node: ast.expr | None) -> str:
+    """The literal parts of a text that is put together."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_literal, node.values))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _literal(node.left) + _literal(node.right)
+    return ""
+
+
 def field_docs(reading: Reading, node: ast.Module | ast.ClassDef, owner: str = "") -> None:
     """A string right below an assignment documents the name."""
     for before, after in itertools.pairwise(node.body):

@@ -11,13 +11,19 @@ import re
 from collections.abc import Iterator
 
 _PREFIX = r"(?i:[rbuft]|rb|br|rf|fr|tr|rt)?"
-_TOKEN = re.compile(
-    rf"""(?P<c>\#[^\n]*)
-    |(?P<s>(?:(?<!\w){_PREFIX})(?:\"\"\"(?:[^\\]|\\.)*?(?:\"\"\"|\Z)|'''(?:[^\\]|\\.)*?(?:'''|\Z)
-      |"(?:[^"\\\n]|\\.)*(?:"|(?=\n)|\Z)|'(?:[^'\\\n]|\\.)*(?:'|(?=\n)|\Z)))
+_STRING = r"""
+    (?:\"\"\"[^"\\]*(?:(?:\\.|"(?!""))[^"\\]*)*(?:\"\"\"|\Z)|'''[^'\\]*(?:(?:\\.|'(?!''))[^'\\]*)*(?:'''|\Z)
+    |"[^"\\\n]*(?:\\.[^"\\\n]*)*(?:"|(?=\n)|\Z)|'[^'\\\n]*(?:\\.[^'\\\n]*)*(?:'|(?=\n)|\Z))
+"""
+_COMMENT = re.compile(rf"\#([^\n]*)|{_STRING}", re.VERBOSE | re.DOTALL)
+_TOKEN = re.compile(  # names and space are matched only to be passed over quickly
+    rf"""(?P<n>(?m:^)[ \t]*@[\w.]+)
+    |\n+|[ ]+
     |(?P<k>\b(?:{"|".join(keyword.kwlist)})\b)
-    |(?P<m>\b(?:0[xXoObB][\da-fA-F_]+|\d[\d_]*(?:\.[\d_]*)?(?:[eE][+-]?\d+)?)[jJ]?)
-    |(?P<n>(?m:^)[ \t]*@[\w.]+)""",
+    |(?!{_PREFIX}["'])[^\W\d]\w*
+    |(?P<c>\#[^\n]*)
+    |(?P<s>(?<!\w){_PREFIX}{_STRING})
+    |(?P<m>\b(?:0[xXoObB][\da-fA-F_]+|\d[\d_]*(?:\.[\d_]*)?(?:[eE][+-]?\d+)?)[jJ]?)""",
     re.VERBOSE | re.DOTALL,
 )
 
@@ -38,8 +44,8 @@ def comments(text: str) -> Iterator[tuple[str, int]]:
         [(' yes', 1)]
     """
     line, before = 1, 0
-    for kind, start, end in tokens(text):
-        if kind == "c":
-            line += text.count("\n", before, start)
-            before = start
-            yield text[start + 1 : end], line
+    for match in _COMMENT.finditer(text):
+        if match[1] is not None:
+            line += text.count("\n", before, match.start())
+            before = match.start()
+            yield match[1], line

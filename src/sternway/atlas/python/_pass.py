@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sternway.atlas.python._bind import NameBinder
-from sternway.atlas.python._define import annotated, defined, field, field_docs, noted, text_of
+from sternway.atlas.python._define import annotated, defined, field, field_docs, given_doc, noted, text_of
 from sternway.atlas.python._reading import FunctionNode, Reading, Use
 from sternway.atlas.python._scopes import FALLBACK, UNKNOWN, Scope
 
@@ -168,8 +168,10 @@ class _Pass(NameBinder):
     def _global(self, node: ast.Global | ast.Nonlocal, scope: Scope) -> None:
         for name in node.names:
             self._seen(name, node.lineno)
-            scope.bind(name)
-            if isinstance(node, ast.Global):
+            if isinstance(node, ast.Nonlocal):
+                scope.bind(name)
+            else:
+                scope.declare_global(name)
                 self.reading.top.bind(name)
                 self.reading.globals.append((name, node.lineno))
 
@@ -209,6 +211,8 @@ class _Pass(NameBinder):
                 self._variable(target, node, scope)
             else:
                 self._visit(target, scope)
+                if isinstance(target, ast.Attribute) and target.attr == "__doc__" and scope is self.reading.top:
+                    given_doc(self.reading, target, node)
         if isinstance(node, ast.AnnAssign):
             annotated(self.reading, node.annotation)
             self._visit(node.annotation, scope)

@@ -133,7 +133,7 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 def _decorator(reading: Reading, use: Use) -> Iterator[Fact]:
     called = use.node.func if isinstance(use.node, ast.Call) else use.node
     name = reading.absolute(called, use.scope)
-    owner: str = use.statement.name  # type: ignore[attr-defined]  # a decorator stands on a definition
+    owner = use.scope.inner(use.statement.name)  # type: ignore[attr-defined]  # a decorator stands on a definition
     line: int = use.statement.lineno  # type: ignore[attr-defined]
     if kind := _DECORATORS.get(name):
         yield Fact("patterns", kind, owner, line)

@@ -30,7 +30,7 @@ _BLOCKS = re.compile(
 
 
 def find(reading: Reading) -> Iterator[Fact]:
-    torch = any(item.module.partition(".")[0] == "torch" for item in reading.imports)
+    torch = reading.is_of_torch
     for use in reading.uses:
         if use.kind == "call" and isinstance(use.node, ast.Call):
             name = reading.absolute(use.node.func, use.scope)

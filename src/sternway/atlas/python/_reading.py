@@ -58,6 +58,12 @@ class Reading:
         self.docs.append((raw, line))
         self.mentions.update(dict.fromkeys(mentioned(text)))
 
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether it imports torch or is a part of it: only then is ``x.backward()`` taken for a tensor's."""
+        modules = [self.module, *(item.module for item in self.imports if not item.level)]
+        return any(module.partition(".")[0] == "torch" for module in modules)
+
     def absolute(self, node: ast.expr, scope: Scope) -> str:
         """The absolute dotted name of ``a.b.c``; empty if it is not known."""
         attributes: list[str] = []
@@ -69,7 +75,7 @@ class Reading:
         owner = scope.method_owner(node.id) if len(attributes) == 1 else ""
         if owner:
             name = f"{owner}.{attributes[0]}"
-            return f"{self.module}.{name}" if name in self.functions else ""
+            return f"{self.module}.{name}" if name in self.functions or name in self.classes else ""
         meaning = scope.find(node.id)
         return ".".join([meaning, *reversed(attributes)]) if meaning else ""
 

@@ -16,13 +16,14 @@ FALLBACK = "None"  # bound to None, as after `except ImportError`
 class Scope:
     """A module, a class, a function, a lambda or a comprehension."""
 
-    __slots__ = ("_means", "is_class", "name", "parent", "self_name", "star")
+    __slots__ = ("_globals", "_means", "is_class", "name", "parent", "self_name", "star")
 
     def __init__(self, name: str, parent: Scope | None, *, is_class: bool = False, self_name: str = "") -> None:
         self.name, self.parent, self.is_class = name, parent, is_class
         self.self_name = self_name  # a method's first parameter
         self.star = False  # `from x import *` may bind anything here
         self._means: dict[str, str] = {}
+        self._globals: frozenset[str] = frozenset()
 
     def inner(self, name: str) -> str:
         """The dotted name, within the file, of what is defined here as ``name``."""
@@ -35,6 +36,11 @@ class Scope:
             self._means[name] = meaning
         elif meaning not in (FALLBACK, before):
             self._means[name] = UNKNOWN
+
+    def declare_global(self, name: str) -> None:
+        """``global name``: the name is the module's here."""
+        self._globals |= {name}
+        self.bind(name)
 
     def find(self, name: str) -> str:
         """The absolute name that ``name`` means here; empty if it is not known."""
@@ -53,6 +59,10 @@ class Scope:
         """The scope whose variable ``name`` is here; None for a builtin or an unknown name."""
         scope: Scope | None = self
         while scope is not None:
+            if name in scope._globals:
+                while scope.parent is not None:
+                    scope = scope.parent
+                return scope
             if name in scope._means and (not scope.is_class or scope is self):
                 return scope
             scope = scope.parent

@@ -13,15 +13,20 @@ from sternway.atlas.python._reading import Reading, Use
 _KINDS = {
     "torch.compile": "compile",
     "torch._dynamo.optimize": "compile",
+    "torch._dynamo.eval_frame.optimize": "compile",
     "torch.jit.script": "compile",
+    "torch.jit._script.script": "compile",
     "torch.autocast": "mixed precision",
     "torch.amp.autocast": "mixed precision",
     "torch.amp.autocast_mode.autocast": "mixed precision",
     "torch.cuda.amp.autocast": "mixed precision",
     "torch.cpu.amp.autocast": "mixed precision",
+    "torch.cuda.amp.autocast_mode.autocast": "mixed precision",
+    "torch.cpu.amp.autocast_mode.autocast": "mixed precision",
     "torch.amp.GradScaler": "mixed precision",
     "torch.amp.grad_scaler.GradScaler": "mixed precision",
     "torch.cuda.amp.GradScaler": "mixed precision",
+    "torch.cuda.amp.grad_scaler.GradScaler": "mixed precision",
     "torch.nn.parallel.DistributedDataParallel": "data parallel",
     "torch.nn.parallel.distributed.DistributedDataParallel": "data parallel",
     "torch.nn.DataParallel": "data parallel",
@@ -29,6 +34,9 @@ _KINDS = {
     "torch.distributed.fsdp.fully_shard": "data parallel",
     "torch.distributed._composable.fsdp.fully_shard": "data parallel",
     "torch.distributed.init_process_group": "process group",
+    "torch.distributed.distributed_c10d.init_process_group": "process group",
+    "torch.distributed.new_group": "process group",
+    "torch.distributed.distributed_c10d.new_group": "process group",
     "torch.save": "checkpoint save",
     "torch.serialization.save": "checkpoint save",
     "torch.distributed.checkpoint.save": "checkpoint save",
@@ -53,20 +61,34 @@ _KINDS = {
     "torch.autograd.grad": "backward",
     "torch.nn.utils.clip_grad_norm_": "gradient clipping",
     "torch.nn.utils.clip_grad_value_": "gradient clipping",
+    "torch.nn.utils.clip_grads_with_norm_": "gradient clipping",
+    "torch.nn.utils.clip_grad.clip_grad_norm_": "gradient clipping",
+    "torch.nn.utils.clip_grad.clip_grad_value_": "gradient clipping",
+    "torch.nn.utils.clip_grad.clip_grads_with_norm_": "gradient clipping",
     "sternway.split.backward_input": "backward",
     "torch.autograd.graph.saved_tensors_hooks": "saved tensors",
     "torch.autograd.graph.save_on_cpu": "saved tensors",
+    "torch.autograd.graph.disable_saved_tensors_hooks": "saved tensors",
+    "torch.autograd.graph.allow_mutation_on_saved_tensors": "saved tensors",
     "torch.autograd.graph.register_multi_grad_hook": "hook",
+    "sternway.hooks.on_grads": "hook",
     "torch.utils.checkpoint.checkpoint": "activation checkpoint",
     "torch.utils.checkpoint.checkpoint_sequential": "activation checkpoint",
     "sternway.pipeline.Pipeline": "pipeline",
 }
+_WRAPPERS = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper."
+_KINDS |= {
+    f"{_WRAPPERS}checkpoint_wrapper": "activation checkpoint",
+    f"{_WRAPPERS}apply_activation_checkpointing": "activation checkpoint",
+}
+_EVERY_MODULE = "torch.nn.modules.module.register_module_"  # hooks on all modules at once
 _PIPELINE_ITSELF = ("torch.distributed.pipelin", "sternway.pipeline", "deepspeed.pipe")
 _PIPELINE = ("torch.distributed.pipelining.", "torch.distributed.pipeline.", "deepspeed.pipe.")
 _METHODS = {
     "register_hook": "hook",
     "register_prehook": "hook",
     "register_post_accumulate_grad_hook": "hook",
+    "register_backward_hook": "hook",
     "register_full_backward_hook": "hook",
     "register_full_backward_pre_hook": "hook",
     "register_forward_hook": "hook",
@@ -84,23 +106,23 @@ _LOSSES = frozenset(_TEXT.split())
 
 def find(reading: Reading) -> Iterator[Fact]:
     """Every training fact except modules, as ``Fact("training", kind, call, line, note)``."""
-    loaded = _loaded(reading)
+    loaded, is_of_torch = _loaded(reading), reading.is_of_torch
     for use in reading.uses:
         if use.kind == "decorator" and not isinstance(use.node, ast.Call):
             name = reading.absolute(use.node, use.scope)
-            if name in ("torch.compile", "torch.jit.script"):
+            if _KINDS.get(name) == "compile":
                 owner: str = use.statement.name  # type: ignore[attr-defined]  # a decorator stands on a definition
                 yield Fact("training", "compile", f"@{name} on {owner}", use.node.lineno)
         elif use.kind == "call" and isinstance(use.node, ast.Call):
             node, name = use.node, reading.absolute(use.node.func, use.scope)
-            kind = _kind(name, node)
+            kind = _kind(name, node, is_of_torch)
             if kind == "pipeline" and reading.module.startswith(_PIPELINE_ITSELF):
                 continue  # the pipeline library calling itself
             if kind:
                 yield Fact("training", kind, shortened(node), node.lineno, _note(name, node, loaded))
 
 
-def _kind(name: str, node: ast.Call) -> str:
+def _kind(name: str, node: ast.Call, is_of_torch: bool) -> str:
     if kind := _KINDS.get(name):
         return kind
     module, _, last = name.rpartition(".")
@@ -112,7 +134,9 @@ def _kind(name: str, node: ast.Call) -> str:
         return "loss"
     if name.startswith(_PIPELINE):
         return "pipeline"
-    if isinstance(node.func, ast.Attribute) and not _is_path(node.func, name):
+    if name.startswith(_EVERY_MODULE) and name.endswith("_hook"):
+        return "hook"
+    if is_of_torch and isinstance(node.func, ast.Attribute) and not _is_path(node.func, name):
         return "backward" if node.func.attr == "backward" else _METHODS.get(node.func.attr, "")
     return ""
 

@@ -162,8 +162,15 @@ class Resolver:
         for cut in range(len(parts), 0, -1):
             path = self.module(".".join(parts[:cut]))
             if path is not None:
-                return self._inside(path, parts[cut:], visited | {name})
+                bound = self._bound_above(parts, visited | {name}) if cut == len(parts) > 1 else None
+                return bound or self._inside(path, parts[cut:], visited | {name})
         return None
+
+    def _bound_above(self, parts: list[str], visited: frozenset[str]) -> Symbol | None:
+        """What a package binds to the name of one of its modules, such as a function of the same name."""
+        above = self.module(".".join(parts[:-1]))
+        found = self._inside(above, parts[-1:], visited) if above is not None else None
+        return found if found is not None and found.name else None
 
     def _inside(self, path: str, rest: list[str], visited: frozenset[str]) -> Symbol | None:
         if not rest:
@@ -181,12 +188,22 @@ class Resolver:
                     return found
         if whole in defined:
             return Symbol(path, whole, defined[whole].line)
-        for item in self._bound(path).get("*", ()):
-            base = absolute_module(item.module, item.level, self._names[path].package)
-            found = self._find(f"{base}.{whole}", visited) if base and not rest[0].startswith("_") else None
+        for base in self._starred(path, rest[0]):
+            found = self._find(f"{base}.{whole}", visited)
             if found is not None:
                 return found
         return None
+
+    def _starred(self, path: str, name: str) -> list[str]:
+        """Modules whose ``import *`` may bind a name: the last first; those whose ``__all__`` lacks it at the end."""
+        bases = []
+        for item in reversed(self._bound(path).get("*", ())):
+            base = absolute_module(item.module, item.level, self._names[path].package)
+            if base and not name.startswith("_"):
+                file = self.module(base)
+                exports = self._facts[file].exports if file is not None else ()
+                bases.append((bool(exports) and name not in exports, base))
+        return [base for _, base in sorted(bases, key=lambda pair: pair[0])]
 
     def _bound(self, path: str) -> dict[str, list[Import]]:
         found = self._imports.get(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import posixpath
 import sys
 import textwrap
@@ -89,7 +90,9 @@ class Read(NamedTuple):
             facts, keywords = read_facts(text.text, language, module, package, records.get(path))
             if facts.problem:
                 problems.append((path, "syntax" if facts.problem != _ctags.MISSING else "no parser", facts.problem))
-            stored = "\n".join((key, str(len(lines_of(text.text))), pack(facts), pack_keywords(keywords), ""))
+            stored = "\n".join(
+                (key, str(len(lines_of(text.text))), pack(facts), pack_keywords(keywords), _indexed(facts), "")
+            )
             write(facts_file(self.site.out, path), zlib.compress(stored.encode("ascii"), 3))
         _collect()
         return Done((), tuple(problems))
@@ -152,6 +155,16 @@ def members_of(facts: Facts) -> dict[str, tuple[tuple[str, str, int], ...]]:
     return {owner: tuple(members.values()) for owner, members in found.items()}
 
 
+def _indexed(facts: Facts) -> str:
+    """The definitions of a file that indexes list, stored apart: the folders above it all ask for them."""
+    kept = [
+        (item.name, item.kind, item.line)
+        for item in facts.definitions
+        if item.kind != "variable" or "." not in item.name
+    ]
+    return json.dumps(kept, ensure_ascii=True, separators=(",", ":"))
+
+
 def excerpt(root: Path, site: UsageSite, lines: dict[str, list[str]]) -> str:
     """The text of a call site, without its indentation."""
     if site.path not in lines:
@@ -181,10 +194,9 @@ class Index(NamedTuple):
         if below != self.folder:
             return self._written(write_index(page, self.site.tree, (), folder_heads(self.folder, below)))
         entries = (
-            IndexEntry(item.name.replace("::", ".").rpartition(".")[2], item.name, item.kind, path, item.line)
+            IndexEntry(name.replace("::", ".").rpartition(".")[2], name, kind, path, line)
             for path in self.paths
-            for item in unpack(_lines(self.site.out, path)[2]).definitions
-            if item.kind != "variable" or "." not in item.name
+            for name, kind, line in json.loads(_lines(self.site.out, path)[4])
         )
         rows = folder_rows(self.folder, entries, self.site.base)
         return self._written(write_index(page, self.site.tree, rows))
