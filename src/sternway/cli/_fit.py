@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from sternway._bytes import show_bytes
-from sternway.cli._graph import _failed, _function
+from sternway.cli._exit import MisuseError
+from sternway.cli._graph import _failed, function_of
 from sternway.errors import SternwayError
 
 if TYPE_CHECKING:
@@ -35,9 +36,13 @@ def fit(
     """
     from sternway import pipeline
 
-    function = _function(target)
+    function = function_of(target)
+
+    begun = False
 
     def build() -> Any:
+        nonlocal begun
+        begun = True
         try:
             return function()
         except SternwayError:
@@ -45,14 +50,19 @@ def fit(
         except Exception as error:
             raise _failed(f"{target} could not be called on tensors without memory", error) from error
 
-    found = pipeline.fit(
-        build,
-        ranks=ranks,
-        n_microbatches=microbatches,
-        memory=memory or None,
-        schedule=schedule or None,
-        optimizer=optimizer,
-    )
+    try:
+        found = pipeline.fit(
+            build,
+            ranks=ranks,
+            n_microbatches=microbatches,
+            memory=memory or None,
+            schedule=schedule or None,
+            optimizer=optimizer,
+        )
+    except SternwayError as error:
+        if begun:
+            raise
+        raise MisuseError(error.rule, got=error.got, fix=error.fix) from error
     if as_json:
         typer.echo(json.dumps(_as_dict(found)))
     else:

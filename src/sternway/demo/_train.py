@@ -62,8 +62,10 @@ def train(options: DemoOptions, progress: Callable[[int, str], None] = lambda st
     """
     from sternway.demo._rank import run
 
-    context: Any = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([run.__module__])  # torch is imported once, not by every process
+    on_gpu = options.device == "cuda"  # which cannot be used after a fork if it was asked for before
+    context: Any = torch.multiprocessing.get_context("spawn" if on_gpu else "forkserver")
+    if not on_gpu:
+        context.set_forkserver_preload([run.__module__])  # torch is imported once, not by every process
     reports = context.SimpleQueue()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # on a free port, held from here on
     processes = [
