@@ -411,3 +411,18 @@ def test_hooks_of_modules_run() -> None:
     assert seen == [1]
     F.mse_loss(reference(X), X).backward()
     assert_same_grads(model, reference, rtol=1e-4, atol=1e-6)
+
+
+def test_a_model_without_weights_needs_a_sample() -> None:
+    with torch.device("meta"):
+        model = Dropped()
+    with pytest.raises(PipelineError, match=r"needs a sample, on the first rank; got none. Fix: pass sample="):
+        Pipeline(
+            model,
+            schedule="1f1b",
+            n_microbatches=2,
+            ranks=2,
+            transport=LocalTransport(),
+            loss_fn=F.mse_loss,
+            weights=lambda names: {},
+        )
