@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ def tensor_hooks(tensor: Tensor) -> dict[int, Any] | None:
         return tensor._backward_hooks
     with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse to be read
         return tensor._backward_hooks
+
+
+both_hooks: Callable[[Tensor], tuple[dict[int, Any] | None, dict[int, Any] | None]]
+both_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""``tensor_hooks`` and ``accumulate_hooks`` at once, without a Python frame; for tensors of the ``ORDINARY`` types."""
 
 
 def hooks_registered() -> int:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway._storage import storage_sizes
-from sternway._torch.hooks import accumulate_hooks, tensor_hooks
+from sternway._torch.hooks import accumulate_hooks, both_hooks, tensor_hooks
 from sternway._torch.parallel import in_process_group
 from sternway._torch.tensors import ORDINARY, add_each, layout_enforced, needs_grad
 from sternway.errors import PendingError
@@ -74,8 +74,7 @@ class Accumulator:
             return None
         if (
             not parameter.requires_grad
-            or tensor_hooks(parameter)
-            or accumulate_hooks(parameter)
+            or any(both_hooks(parameter))
             or (id(parameter) not in self._clean and UNSEEN.on_leaf(leaf))
         ):
             return None

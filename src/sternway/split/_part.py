@@ -69,11 +69,11 @@ def is_transpose(node: Node) -> bool:
 
 def sum_to(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     """``value`` summed over the dimensions in which its operand was broadcast."""
-    if tuple(value.shape) == shape:
+    if value.shape == shape:
         return value
-    if not value.numel():  # a sum over nothing, whatever its shape
-        return value.new_zeros(shape)
-    return value.sum(0) if tuple(value.shape[1:]) == shape else value.sum_to_size(shape)
+    if value.shape[1:] == shape:
+        return value.sum(0)
+    return value.sum_to_size(shape) if value.numel() else value.new_zeros(shape)  # a sum over nothing
 
 
 class Packing(Enum):

@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from sternway._torch.hooks import tensor_hooks
+from sternway._torch.hooks import hooks_registered, tensor_hooks
 from sternway.split._part import Cut, Edge, Node, Packing
 from sternway.split._unseen import UNSEEN
 
@@ -70,9 +70,10 @@ def without_hooks(leaves: list[Node]) -> Iterator[Ran]:
     """
     before = {leaf: list(tensor_hooks(leaf.variable) or ()) for leaf in leaves}
     ran: Ran = {}
+    registered = hooks_registered()
     with hiding(before):
         yield ran
-    for leaf, known in before.items():
+    for leaf, known in before.items() if hooks_registered() != registered else ():
         if new := [key for key in tensor_hooks(leaf.variable) or () if key not in known]:
             ran[leaf] = new
 
