@@ -271,7 +271,7 @@ class Truth:
         return self._located[name]
 
     def _locate(self, name: str, seen: frozenset[str]) -> tuple[str, str] | None:
-        if name in seen:
+        if name in seen or len(seen) > 24:  # `from .k import k`, where k is compiled, leads on for ever
             return None
         seen |= {name}
         parts = name.split(".")
