@@ -10,6 +10,7 @@ from claims import Claims
 from truth import Truth
 
 _CALLS, _LISTED, _INHERITED, _RAISED = 8, 60, 20, 4  # where the pages cut their lists
+_BRIEF = ("decorator", "definition", "signature", "test")  # what a page may leave out, which it then says
 Set = set[tuple[object, ...]]
 
 
@@ -25,6 +26,10 @@ class Checked:
         claims["number of calls"] = {(*place, count) for place, count in self.calls.items()}
         claims["number of importers"] = set(self.importers.items())
         claims["layer"] = self._layers()
+        claims["brief page"] = said["brief page"]
+        claims["name on a brief page"] = {
+            (path, name, line) for path, _, name, line in claims["definition"] if (path,) in said["brief page"]
+        } & said["name on a brief page"]
         self.tests: dict[tuple[str, int], set[tuple[str, str]]] = {}
         for path, file in truth.files.items():
             if path.rpartition("/")[2].startswith("test_") or path.endswith(("_test.py", "conftest.py")):
@@ -79,7 +84,9 @@ class Checked:
         return equal
 
     def missing(self, kind: str, wanted: Set, absent: Set) -> Set:
-        """The true claims that are not made, of lists that are not cut."""
+        """The true claims that are not made, of lists that are not cut, and of pages that do not say they are brief."""
+        if kind in _BRIEF:
+            absent = {claim for claim in absent if claim[:1] not in self.said["brief page"]}
         if kind == "called at":
             return {claim for claim in absent if self.calls[claim[0], claim[1]] <= _CALLS}  # type: ignore[index]
         if kind == "imported by":

@@ -30,6 +30,8 @@ def read(out: Path, *, words: bool = True) -> Claims:
         text = page.read_text("utf-8")
         sections = dict(_SECTION.findall(_unfolded(text) + "\n"))
         path = _code(next(row[1] for row in _rows(sections["File"]) if row[0] == "Path"))
+        if "so this page is brief: " in sections["Overview"]:
+            claims["brief page"].add((path,))
         _breakdown(path, sections.get("Detailed breakdown", ""), claims)
         _overview(path, sections["Overview"], claims)
         _dependencies(path, sections.get("Dependencies", ""), claims)
@@ -133,6 +135,8 @@ def _breakdown(path: str, text: str, claims: Claims) -> None:
         owner = article[2] if article[1] == "class" else owner
         for _, code, line in _DECLARED.findall(body):
             _definition(path, article[1], article[2], int(line), code, claims)
+        for name, line in re.findall(r"`([^`]+)` \[?(\d+)(?=[\],\n]|$)", body):
+            claims["name on a brief page"].add((path, name, int(line)))
         for base, names in re.findall(r"^Inherited from \[`([^`]+)`\]\([^)]*\): (.*)\.$", body, re.MULTILINE):
             kept = re.sub(r" \(\d+ of [\d,]+\)$", "", names)
             claims["inherited member"].update((path, owner, base, _unescaped(one)) for one in kept.split(", "))
@@ -173,6 +177,7 @@ def _definition(path: str, label: str, name: str, line: int, code: str, claims: 
 def _overview(path: str, text: str, claims: Claims) -> None:
     if match := re.search(r"^\(From \[?line (\d+)", text, re.MULTILINE):
         said = text.partition("\n\n")[2].rpartition("\n(From ")[0]
+        said = re.sub(r"\AThe file is large, so this page is brief:[^\n]*\n", "", said.lstrip())
         claims["module docstring"].add((path, int(match[1]), words(_unlinked(said))[:6]))
     if match := re.search(r"is an entry point: runs as a script, by line (\d+)", text):
         claims["script guard"].add((path, int(match[1])))

@@ -62,7 +62,7 @@ def run(source: Path, out: Path, what: str) -> Cost:
     def watch() -> None:
         nonlocal peak
         while not done.wait(0.05):
-            peak = max(peak, sum(map(_resident, _family(process.pid))))
+            peak = max(peak, sum(map(_resident, family(process.pid))))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -75,14 +75,14 @@ def run(source: Path, out: Path, what: str) -> Cost:
     return Cost(what, seconds, used, peak / MIB, json.loads(text))
 
 
-def _family(pid: int) -> Iterator[int]:
+def family(pid: int) -> Iterator[int]:
     yield pid
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return
     for child in children:
-        yield from _family(int(child))
+        yield from family(int(child))
 
 
 def _resident(pid: int) -> int:

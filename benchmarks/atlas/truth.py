@@ -126,6 +126,7 @@ class Truth:
         path, claims = file.path, self.claims
         doc = ast.get_docstring(file.tree, clean=False)
         if doc and doc.strip():
+            doc = re.sub(r"(?m)^\.\. currentmodule::.*$", "", doc)  # which is not shown
             text = re.sub(r":\w+:`(?:~(?:[\w.]*\.)?)?([\w.]+)`", r"\1", inspect.cleandoc(doc).strip())
             claims["module docstring"].add((path, file.tree.body[0].lineno, words(text)[:6]))
         for node in file.tree.body:
@@ -271,7 +272,7 @@ class Truth:
         return self._located[name]
 
     def _locate(self, name: str, seen: frozenset[str]) -> tuple[str, str] | None:
-        if name in seen:
+        if name in seen or len(seen) > 24:  # `from .k import k`, where k is compiled, leads on for ever
             return None
         seen |= {name}
         parts = name.split(".")

@@ -83,9 +83,7 @@ class Design:
         for node, (_, table, _) in file.owners.items():
             if isinstance(node, ast.Assign | ast.AnnAssign) and table is file.table and node.value is not None:
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                    if isinstance(target, ast.Name) and not (
-                        target.id == "__all__" and isinstance(node.value, ast.List | ast.Tuple)
-                    ):
+                    if isinstance(target, ast.Name):
                         self.assigned[target.id] = node.value
 
     def found(self) -> Found:

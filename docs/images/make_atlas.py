@@ -26,7 +26,7 @@ def main() -> None:
         browser.open(Path(folder) / "index.html")
         browser.press("/")
         browser.type("backward input")
-        while not browser.run("document.documentElement.dataset.searched"):
+        while not browser.run("(document.documentElement.dataset.searched ?? '').startsWith('backward input ')"):
             time.sleep(0.1)
         browser.screenshot(HERE / "atlas-search.png")
 

@@ -252,10 +252,13 @@ def test_what_a_class_is_told_from_outside(tmp_path: Path) -> None:
     (tmp_path / "src" / "a.py").write_text(
         "class Step:\n    def __init__(self, rate: float = 0.1): ...\n\n"
         "class Stop: ...\n\n"
-        'Step.__doc__ = "Take a step.\\n\\nArgs:\\n    rate: how far" + f" {Step.__name__}"\n'
+        'Step.__doc__ = "Take a step.\\n\\nArgs:\\n" f"    {Stop}\\n    rate: how far" + f" {Stop}"\n'
+        '\n\nLAST = 1\n\n"""\nNot of LAST.\n"""\nNEXT = 2\n"""The next."""\n'
     )
     assert atlas.build(tmp_path / "src", tmp_path / "out").ok
     page = (tmp_path / "out/a.py_docs.md").read_text()
     assert "Take a step.\n" in page
-    assert "| `rate` | `float` | `0.1` | how far |" in page
+    assert "| `rate` | `float` | `0.1` | how far … |" in page
+    assert "| `LAST` | [line 9](../src/a.py#L9) | `1` |  |" in page  # the string is for the next name, if for any
+    assert "| `NEXT` | [line 14](../src/a.py#L14) | `2` | The next. |" in page
     assert "defines the classes [`Step`](../src/a.py#L1), [`Stop`](../src/a.py#L4)" in page

@@ -200,6 +200,29 @@ def test_a_type_before_a_spaced_colon_is_a_type() -> None:
     ]
 
 
+def test_titles_see_also_and_references_of_numpy_style() -> None:
+    text = """\
+======
+Tools
+======
+
+See Also
+--------
+load : Load it.
+save : Save it,
+    on disk.
+
+References
+----------
+.. [1] A paper,
+       of 2020.
+"""
+    title, also, references = described(text, {})
+    assert title == Paragraph((Strong("Tools"),))
+    assert also == Note("See also", (Items((("load : Load it.",), ("save : Save it, on disk.",))),))
+    assert references == Note("References", (Paragraph(("[1] ", "A paper, of 2020.")),))
+
+
 def test_whatever_stands_there_nothing_fails() -> None:
     for text in (
         "",

@@ -94,6 +94,7 @@ def calls_diagram(about: About) -> Diagram | None:
     inside = {(start, end) for start, end in own if start in kept and end in kept}
     if len(inside) < 2:
         return None
+    kept = [name for name in kept if any(name in pair for pair in inside)]
     column = _columns(kept, inside)
     last = max(column.values()) + 1
     chosen = [pair for pair in sorted(other, key=lambda pair: (pair[1], pair[0])) if pair[0] in kept]

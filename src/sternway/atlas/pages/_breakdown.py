@@ -108,6 +108,9 @@ def _article(about: About, items: list[Definition], level: int) -> Iterator[Bloc
     yield Heading(level, first.name, label(first), first.name)
     seen = set()
     for item in items:
+        if item.kind == "variable":  # the class's name is given to something else
+            yield Paragraph(("assigned at ", about.span(item)))
+            continue
         if about.facts.parser == "ast" or item.signature:
             yield Signature(_head(item), about.language.lexer, _links(about, item))
         yield Paragraph((about.span(item),))

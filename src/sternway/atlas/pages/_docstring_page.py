@@ -88,12 +88,16 @@ def _section(part: Any, names: Names, signature: str) -> Iterator[Block]:
             else:
                 yield Fence(text, "python")
     elif kind == "admonition":
-        kind, title = value.kind.capitalize(), part.title or ""
+        kind, title = value.kind.replace("-", " ").capitalize(), part.title or ""
+        if kind == "See also":
+            lines = re.split(r"\n(?=\S)", value.contents)
+            yield Note(kind, (Items(tuple(_words(line, names) for line in lines)),))
+            return
         if kind in ("Example", "Examples"):
             yield Paragraph((Strong(title or kind),))
             yield from read(value.contents, names)
             return
-        whole = title if not title or title.lower().startswith(value.kind.lower()) else f"{kind}: {title}"
+        whole = title if not title or title.lower().startswith(kind.lower()) else f"{kind}: {title}"
         yield Note(whole or kind, tuple(read(value.contents, names)))
     elif kind == "deprecated":
         yield Note("Deprecated", tuple(read(f"{value.version} {value.description}", names)))

@@ -182,6 +182,10 @@ class _Reader:
     def directive(self, line: str) -> bool:
         match = _DIRECTIVE.match(line)
         if not match:
+            if cited := re.match(r"\s*\.\. (\[[^\]]+\])\s*(.*)", line):
+                self.at += 1
+                said = f"{cited[2]} {self.indented(_indent(line))}"
+                return self.add(Paragraph((f"{cited[1]} ", *prose(" ".join(said.split()), self.names))))
             if re.match(r"\s*\.\. ", line):  # a comment or a target, which is not for readers
                 self.at += 1
                 self.indented(_indent(line))
@@ -209,6 +213,10 @@ class _Reader:
     def heading(self, line: str) -> bool:
         match = re.match(r"#{1,6}\s+(.+)", line)
         following = self.lines[self.at + 1] if self.at + 1 < len(self.lines) else ""
+        below = self.lines[self.at + 2] if self.at + 2 < len(self.lines) else ""
+        if _UNDERLINE.match(line) and line.strip() == below.strip() and following.strip():
+            self.at += 3
+            return self.add(Paragraph((Strong(following.strip()),)))
         if match:
             self.at += 1
             return self.add(Paragraph((Strong(match[1]),)))

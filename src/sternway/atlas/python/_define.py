@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import re
 
 from sternway.atlas._records import Definition
 from sternway.atlas.python._reading import FunctionNode, Reading
@@ -76,7 +77,8 @@ def text_of(node: ast.Module | ast.ClassDef | FunctionNode) -> str:
 
 def given_doc(reading: Reading, target: ast.Attribute, node: ast.Assign | ast.AnnAssign) -> None:
     """``Name.__doc__ = "…"`` documents a class or a function that has no docstring; only its literal text is known."""
-    text, name = inspect.cleandoc(_literal(node.value)), ast.unparse(target.value)
+    raw = re.sub(r"\n[ \t]*\0[ \t]*(?=\n)", "", _literal(node.value)).replace("\0", "…")
+    text, name = inspect.cleandoc(raw), ast.unparse(target.value)
     for index, item in enumerate(reading.definitions):
         if text and item.name == name and item.kind != "variable" and not item.doc:
             reading.definitions[index] = item._replace(doc=text, doc_line=node.lineno)
@@ -84,23 +86,25 @@ def given_doc(reading: Reading, target: ast.Attribute, node: ast.Assign | ast.An
 
 
 def _literal(node: ast.expr | None) -> str:
-    """The literal parts of a text that is put together."""
+    """The literal parts of a text that is put together; a zero byte stands for each of the others."""
     if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else ""
+        return node.value if isinstance(node.value, str) else "\0"
     if isinstance(node, ast.JoinedStr):
         return "".join(map(_literal, node.values))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return _literal(node.left) + _literal(node.right)
-    return ""
+    return "\0"
 
 
 def field_docs(reading: Reading, node: ast.Module | ast.ClassDef, owner: str = "") -> None:
-    """A string right below an assignment documents the name."""
+    """A string right below an assignment documents the name; after an empty line it may be meant for the next."""
     for before, after in itertools.pairwise(node.body):
         target = before.target if isinstance(before, ast.AnnAssign) else None
         if isinstance(before, ast.Assign) and len(before.targets) == 1:
             target = before.targets[0]  # type: ignore[assignment]  # any expression; a name is wanted
         if not isinstance(target, ast.Name) or not isinstance(after, ast.Expr):
+            continue
+        if after.lineno != (before.end_lineno or before.lineno) + 1:
             continue
         if isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
             name = f"{owner}.{target.id}" if owner else target.id
