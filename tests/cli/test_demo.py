@@ -110,12 +110,16 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(more: list[str], tmp_path: Path) 
         arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     started: list[int] = []
-    while len(started) < 2:
-        assert process.poll() is None
-        started = [rank for child in children(process.pid) for rank in children(child)]
-        time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them
-    stdout, stderr = process.communicate(timeout=120)
+    try:
+        while len(started) < 2:
+            assert process.poll() is None
+            started = [rank for child in children(process.pid) for rank in children(child)]
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of them
+        stdout, stderr = process.communicate(timeout=300)
+    finally:
+        with suppress(ProcessLookupError):  # a million steps would take long
+            os.killpg(process.pid, signal.SIGKILL)
     assert (process.returncode, stdout, stderr.strip()) == (130, "", "interrupted")
     assert not any(is_running(rank) for rank in started)
     assert not out.exists()

@@ -11,6 +11,7 @@ from judge import Explanation, Suite, explanations, main
 from replaced import WAYS
 
 SUITE = """
+import os
 import unittest
 import torch
 
@@ -22,6 +23,12 @@ class TestSmall(unittest.TestCase):
 
     def test_it_is_torchs(self):
         self.assertTrue(torch.autograd.backward.__module__.startswith("torch."))
+
+    def test_slow_at_first(self):
+        before = os.path.exists("ran")
+        if not torch.autograd.backward.__module__.startswith("torch."):
+            open("ran", "w").close()
+            self.assertTrue(before, "it took too long")
 
     def test_broken(self):
         self.fail("also on torch")
@@ -60,12 +67,15 @@ def test_a_new_difference_fails(folder: Path, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "NEW  split: test_small.py::TestSmall::test_it_is_torchs\n     AssertionError: False is not true" in out
     assert "GONE split: test_small.py::TestSmall::test_equal: take it off the list" in out
-    assert out.endswith("| `test_small.py` | split | 2 | 1 | 0 | 1 |\n")
+    assert out.endswith("| `test_small.py` | split | 3 | 2 | 0 | 1 |\n")
 
 
 def test_an_explained_one_does_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(_explained(folder, "test_small.py::TestSmall::test_it_*")) == 0
-    assert capsys.readouterr().out.endswith("| `test_small.py` | split | 2 | 1 | 1 | 0 |\n")
+    out = capsys.readouterr().out
+    assert "ONCE split: test_small.py::TestSmall::test_slow_at_first failed, and passes when it is run again\n" in out
+    assert "it took too long" in out
+    assert out.endswith("| `test_small.py` | split | 3 | 2 | 1 | 0 |\n")
 
 
 def test_a_test_that_does_not_run_is_a_difference() -> None:
