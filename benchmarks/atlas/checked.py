@@ -10,7 +10,7 @@ from claims import Claims
 from truth import Truth
 
 _CALLS, _LISTED, _INHERITED, _RAISED = 8, 60, 20, 4  # where the pages cut their lists
-_BRIEF = ("decorator", "definition", "signature", "test")  # what a page may leave out, which it then says
+_BRIEF = ("decorator", "definition", "signature", "test")  # with training calls, what a page may leave out: it says so
 Set = set[tuple[object, ...]]
 
 
@@ -85,7 +85,7 @@ class Checked:
 
     def missing(self, kind: str, wanted: Set, absent: Set) -> Set:
         """The true claims that are not made, of lists that are not cut, and of pages that do not say they are brief."""
-        if kind in _BRIEF:
+        if kind in _BRIEF or kind.startswith("training: "):
             absent = {claim for claim in absent if claim[:1] not in self.said["brief page"]}
         if kind == "called at":
             return {claim for claim in absent if self.calls[claim[0], claim[1]] <= _CALLS}  # type: ignore[index]

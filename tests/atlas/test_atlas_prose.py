@@ -202,9 +202,9 @@ def test_a_type_before_a_spaced_colon_is_a_type() -> None:
 
 def test_titles_see_also_and_references_of_numpy_style() -> None:
     text = """\
-======
-Tools
-======
+====================
+Tools (:mod:`tools`)
+====================
 
 See Also
 --------
@@ -218,7 +218,7 @@ References
        of 2020.
 """
     title, also, references = described(text, {})
-    assert title == Paragraph((Strong("Tools"),))
+    assert title == Paragraph((Strong("Tools (tools)"),))
     assert also == Note("See also", (Items((("load : Load it.",), ("save : Save it, on disk.",))),))
     assert references == Note("References", (Paragraph(("[1] ", "A paper, of 2020.")),))
 

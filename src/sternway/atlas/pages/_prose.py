@@ -216,13 +216,13 @@ class _Reader:
         below = self.lines[self.at + 2] if self.at + 2 < len(self.lines) else ""
         if _UNDERLINE.match(line) and line.strip() == below.strip() and following.strip():
             self.at += 3
-            return self.add(Paragraph((Strong(following.strip()),)))
+            return self.add(Paragraph((_title(following.strip()),)))
         if match:
             self.at += 1
-            return self.add(Paragraph((Strong(match[1]),)))
+            return self.add(Paragraph((_title(match[1]),)))
         if _UNDERLINE.match(following) and not self.words and len(following.strip()) >= len(line.strip()) - 2:
             self.at += 2
-            return self.add(Paragraph((Strong(line.strip()),)))
+            return self.add(Paragraph((_title(line.strip()),)))
         return False
 
     def literal(self, line: str) -> bool:
@@ -273,6 +273,11 @@ class _Reader:
         if _indent(line) < 4 or self.words or self.items:
             return False
         return self.add(Fence(self.indented(3)))
+
+
+def _title(text: str) -> Strong:
+    """A heading, without the marks inside it."""
+    return Strong("".join(word if isinstance(word, str) else word.text for word in prose(text)))
 
 
 def _indent(line: str) -> int:
