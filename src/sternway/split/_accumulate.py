@@ -182,7 +182,8 @@ class Accumulator:
                     part.compute_if_made_from(storages)
         while calls:
             self._run(calls.popleft())
-        _run_node_hooks(list({id(parameter): parameter for parameter in self._written}.values()))
+        if self._written and in_process_group():
+            _run_node_hooks(list({id(parameter): parameter for parameter in self._written}.values()))
 
     def _run(self, call: EngineCall) -> None:
         edges: list[Any] = []
@@ -243,8 +244,7 @@ def _run_node_hooks(parameters: list[Tensor]) -> None:
     DDP's reducer is one: it reduces a bucket when the AccumulateGrad node of each of its parameters has run. An
     undefined gradient runs the node and its hooks, and adds nothing to ``.grad``.
     """
-    if parameters and in_process_group():
-        _undefined(parameters).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    _undefined(parameters).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _undefined(parameters: list[Tensor]) -> Tensor:
