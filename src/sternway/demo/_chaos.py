@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -100,12 +101,11 @@ def _run(options: ChaosOptions, ranks: int) -> ChaosLog:
     start = time.monotonic()
     torchrun = subprocess.Popen(
         command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
-    )  # Ctrl-C does not reach it: this process ends it, and it ends its own
+    )  # Ctrl-C does not reach it: this process ends it
     try:
         said = torchrun.communicate()[1].decode(errors="replace")
     except BaseException:
-        torchrun.terminate()
-        torchrun.communicate()
+        _end(torchrun)
         raise
     if torchrun.returncode:
         raise PipelineError(
@@ -115,3 +115,18 @@ def _run(options: ChaosOptions, ranks: int) -> ChaosLog:
         )
     lines = (folder / "notes.jsonl").read_text(encoding="utf-8").splitlines()
     return ChaosLog([json.loads(line) for line in lines], time.monotonic() - start)
+
+
+def _end(torchrun: subprocess.Popen[bytes]) -> None:
+    """End torchrun and its processes, whatever it is doing.
+
+    It ends its own when it is asked to, but not while it starts them: then they would train on without it.
+    """
+    torchrun.send_signal(signal.SIGSTOP)  # it starts no more
+    listed = [path.read_text().split() for path in Path(f"/proc/{torchrun.pid}/task").glob("*/children")]
+    for started in (int(process) for each in listed for process in each):
+        with suppress(ProcessLookupError):
+            os.kill(started, signal.SIGKILL)
+    torchrun.send_signal(signal.SIGKILL if listed else signal.SIGTERM)  # not every system lists them
+    torchrun.send_signal(signal.SIGCONT)
+    torchrun.communicate()
