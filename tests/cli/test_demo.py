@@ -107,7 +107,12 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(more: list[str], tmp_path: Path) 
     out = tmp_path / "out"
     arguments = command("--steps", "1000000", "--device", "cpu", "--out", str(out), *more)
     process = subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        arguments,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in what a shell runs with &
     )
     started: list[int] = []
     try:
