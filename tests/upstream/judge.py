@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
             plain[files] = run(asked.folder, files, "torch", asked.jobs, asked.chosen)
         ours = run(asked.folder, files, suite.way, asked.jobs, asked.chosen)
         if new := judge(suite, plain[files], ours, known).new:
-            ours |= _again(asked.folder, new, suite.way)
+            ours = ours | _again(asked.folder, new, suite.way)
         verdicts.append(judge(Suite(suite.way, files), plain[files], ours, known))
         _say(verdicts[-1], whole=not asked.chosen)
         print(verdicts[-1].row + " |", flush=True)  # noqa: T201 - each as it is known: all take an hour
@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _again(folder: Path, failed: dict[str, str], way: str) -> dict[str, str]:
     """Run tests once more, with nothing beside them: some of PyTorch's fail if they take long."""
-    found = run(folder, failed, way, 1)
+    found = run(folder, tuple(failed), way, 1)
     for test, why in failed.items():
         if found.get(test) == "":
             print(f"ONCE {way}: {test} failed, and passes when it is run again\n     {why}", flush=True)  # noqa: T201
