@@ -25,6 +25,7 @@ from sternway._torch.memory import without_memory
 from sternway._tree import replace_leaves
 from sternway.errors import PipelineError, ScheduleError, SternwayError
 from sternway.pipeline.build._partition import Layout, arguments_of, lay_out
+from sternway.pipeline.build._profile import total_loss
 from sternway.pipeline.build._weigh import StageWeight, weigh
 from sternway.pipeline.forward._record import sample_runs
 from sternway.pipeline.step._microbatch import Microbatch
@@ -268,7 +269,7 @@ class _Problem:
                     yield self._way(plan, weights, recompute)
 
     def _weights(self, starts: Sequence[int]) -> list[StageWeight]:
-        return weigh(self.layout.cut(self._model, starts).parts(), self._microbatch, self._loss_fn or _total)
+        return weigh(self.layout.cut(self._model, starts).parts(), self._microbatch, self._loss_fn or _own_or_total)
 
     def _way(self, plan: Schedule, weights: list[StageWeight], recompute: bool) -> Way:
         costs = Costs(**{op: [float(each.actions[op].flops) for each in weights] for op in "FIWB"})  # type: ignore[index,arg-type]
@@ -295,14 +296,10 @@ class _Problem:
         )
 
 
-def _total(output: Any, target: Any) -> Tensor:
+def _own_or_total(output: Any, target: Any) -> Tensor:
     """A loss by default: the model's own, or the sum of all outputs that require gradients."""
     own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if isinstance(own, Tensor):
-        return own
-    tensors: list[Tensor] = []
-    replace_leaves(lambda leaf: tensors.append(leaf) if isinstance(leaf, Tensor) else None, output)
-    return torch.stack([tensor.float().sum() for tensor in tensors if tensor.requires_grad]).sum()
+    return own if isinstance(own, Tensor) else total_loss(output, target)
 
 
 def _blank(leaf: Any) -> Any:

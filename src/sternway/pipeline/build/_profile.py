@@ -145,7 +145,7 @@ def profile(
     names, modules = _stages(model, sample)
     last = len(modules) - 1
     stages = [
-        Stage(i, module, is_last=i == last, loss_fn=(loss_fn or _total) if i == last else None)
+        Stage(i, module, is_last=i == last, loss_fn=(loss_fn or total_loss) if i == last else None)
         for i, module in enumerate(modules)
     ]
     arguments, keywords = arguments_of(sample)
@@ -202,7 +202,7 @@ def _stages(model: nn.Module | Sequence[nn.Module], sample: Any) -> tuple[list[s
     return [str(index) for index in range(len(model))], list(model)
 
 
-def _total(output: Any, target: Any) -> Tensor:
+def total_loss(output: Any, target: Any) -> Tensor:
     """A loss by default: the sum of all outputs that require gradients."""
     _, tensors = pack(output)
     return torch.stack([tensor.sum() for tensor in tensors if tensor.requires_grad]).sum()
