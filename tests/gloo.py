@@ -24,7 +24,7 @@ GRACE = 30.0
 
 PRELOADED = ["torch", "torch.distributed.checkpoint", "sternway.pipeline", "hypothesis", "pytest"]
 """What the warm process imports. Tests that need more append to it before the first process starts."""
-if not torch.cuda.is_available():  # a GPU that is asked for before a fork cannot be used after it
+if torch.version.cuda is None:  # to ask for a GPU, as Dynamo does, is to fix the process's share of it
     PRELOADED.append("torch._dynamo")  # every optimizer imports it, for most of a second
 
 

@@ -45,6 +45,7 @@ def become_small_gpu(
     os.environ.update(SHARED_GPU, NCCL_HOSTID=f"small-gpu-{rank}", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK="0")
     if shared:
+        assert not torch.cuda.is_initialized(), "CUDA is in use already: too late for a share of the GPU"
         os.environ.update(shared, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=str(100 // world))
     faulthandler.dump_traceback_later(max(1.0, timeout - 15), exit=False)
     torch.set_num_threads(1)

@@ -89,6 +89,8 @@ def train(options: DemoOptions, progress: Callable[[int, str], None] = lambda st
                 raise error
             progress(*values)
     finally:
+        for process in processes if patience == 0 else []:  # all of them before one sees that another is gone
+            process.kill()
         for process in processes:
             process.join(timeout=patience)
             if process.is_alive():
