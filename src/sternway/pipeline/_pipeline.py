@@ -80,6 +80,7 @@ class Pipeline:
     Attributes:
         schedule: the schedule of all ranks.
         costs: those that the schedule was planned for.
+        profile: what was measured of ``sample``, one entry for each stage; None if nothing was.
         stages: this process's, by index.
         transport: carries the messages.
 
@@ -129,7 +130,7 @@ class Pipeline:
             stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place
         )
         self._plan = agreed_plan(request, self.transport)
-        self.schedule, self.costs = self._plan.schedule, self._plan.costs
+        self.schedule, self.costs, self.profile = self._plan.schedule, self._plan.costs, self._plan.profile
         self.stages = make_stages(self._plan, loss_fn, saved, scaler)
         ranks_here = self.transport.mine or tuple(range(ranks))
         routes = Routes(self.schedule.num_stages, checked_skips(skips, self.schedule.num_stages))

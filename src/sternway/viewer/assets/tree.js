@@ -2,13 +2,6 @@
 // A graph as a tree of groups: modules, and runs of neighbours where a group would have too many members to look at.
 const MEMBERS = 60; // more than this in one box is a wall, not a picture
 
-function shownBytes(count) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let size = count, unit = 0;
-  while (size >= 1024 && unit < units.length - 1) { size /= 1024; unit++; }
-  return unit ? size.toFixed(1) + " " + units[unit] : count + " B";
-}
-
 class Group {
   constructor(name, label, parent, isModule) {
     this.name = name; this.label = label; this.parent = parent; this.isModule = isModule;
@@ -127,16 +120,4 @@ function shownTensor(record, index) {
   const [shape, dtype, device] = record.tensors[index];
   const size = shape === null ? "?" : shape.join("×") || "scalar";
   return `${dtype} ${size}${device === "cpu" || !device ? "" : " on " + device}`;
-}
-
-// Text goes in as text: a module named like a piece of HTML is a name and nothing else.
-function make(tag, attributes = {}, ...children) {
-  const svg = ["svg", "g", "rect", "path", "text", "line", "title", "polyline", "defs", "marker", "circle"].includes(tag);
-  const element = svg ? document.createElementNS("http://www.w3.org/2000/svg", tag) : document.createElement(tag);
-  for (const [key, value] of Object.entries(attributes)) {
-    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
-    else if (value !== undefined && value !== null) element.setAttribute(key, value);
-  }
-  for (const child of children.flat()) if (child !== null && child !== undefined) element.append(child);
-  return element;
 }
