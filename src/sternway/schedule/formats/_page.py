@@ -32,7 +32,7 @@ def lane_run(
         events.append(
             LaneEvent(
                 rank=event.rank,
-                label=str(event.action),
+                label="+".join(map(str, event.action.actions)),
                 op="+" if isinstance(event.action, Overlap) else first.op,
                 start=event.start,
                 end=event.end,

@@ -9,7 +9,7 @@ function describe(view) {
 
 function aboutEvent(view, run, event) {
   const time = (value) => shown(value, view.unit), lane = run.lanes[event.rank], before = lane[lane.indexOf(event) - 1];
-  const what = MEANING[event.op] ? `${MEANING[event.op]} of stage ${event.stage} for microbatch ${event.microbatch}` : event.op;
+  const what = event.op === "+" ? MEANING[event.op] : MEANING[event.op] ? `${MEANING[event.op]} of stage ${event.stage} for microbatch ${event.microbatch}` : event.op;
   const rows = [["what", what], ["where", `rank ${event.rank}, ${run.name}`], ["when", `${time(event.start)} to ${time(event.end)}`], ["takes", time(event.end - event.start)]];
   const wait = event.start - (before ? before.end : 0);
   rows.push(["waited before", wait > 1e-12 * view.end ? time(wait) : "not at all"]);
