@@ -53,6 +53,7 @@ def _sections(options: DemoOptions, outcome: DemoOutcome) -> list[viewer.PageSec
                 viewer.Bar(name, efficiency[name], f"{efficiency[name]:.0%}", ours=mine)
                 for name, mine in zip(names, ours, strict=True)
             ],
+            full=1.0,
             note=f"One process's time over that of {options.ranks} processes together.",
         ),
     ]

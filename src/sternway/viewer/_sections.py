@@ -39,11 +39,15 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Bars on one scale. With the unit "s" or "B", seconds or bytes are shown as ms, MiB and so on."""
+    """Bars on one scale. With the unit "s" or "B", seconds or bytes are shown as ms, MiB and so on.
+
+    A bar of ``full`` would fill the width; by default the longest does.
+    """
 
     title: str
     bars: Sequence[Bar]
     unit: str = ""
+    full: float | None = None
     note: str = ""
 
 

@@ -14,7 +14,7 @@ from sternway.viewer._sections import PageSection, to_data
 _HERE = Path(__file__).parent
 _STYLES = ("style", "graph", "report")
 _SCRIPTS = (
-    "dom", "tree", "picture", "table", "graph",
+    "dom", "fold", "tree", "layout", "picture", "table", "graph",
     "timeline", "lanes", "hand", "panel", "charts", "main",
 )  # fmt: skip
 

@@ -9,8 +9,8 @@ function hue(name) {
 const SECTIONS = {
   terms: ({ rows }) => make("dl", { class: "about" }, rows.map(([term, what]) => make("div", {}, make("dt", {}, term), make("dd", {}, what)))),
   verdict: ({ text, good }) => make("p", { class: good ? "verdict good" : "verdict bad" }, make("b", {}, good ? "✓ " : "✗ "), text),
-  bars: ({ bars, unit, title }) => {
-    const most = bars.reduce((most, bar) => Math.max(most, bar.value), 0) || 1;
+  bars: ({ bars, unit, title, full }) => {
+    const most = bars.reduce((most, bar) => Math.max(most, bar.value), full || 0) || 1;
     return make("table", { class: "bars", "aria-label": title }, make("tbody", {}, bars.map((bar) => make("tr", { class: bar.ours ? "ours" : "" },
       make("th", { scope: "row" }, bar.name),
       make("td", { class: "track" }, make("i", { style: `width:${(100 * bar.value / most).toFixed(2)}%` })),

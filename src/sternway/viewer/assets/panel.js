@@ -23,10 +23,16 @@ function aboutEvent(view, run, event) {
   return [make("h4", {}, event.label), make("dl", { class: "about" }, rows.map(([term, text]) => make("div", {}, make("dt", {}, term), make("dd", {}, text))))];
 }
 
+// F, I, W and B first, in this order.
+function order(ops) {
+  const known = Object.keys(MEANING), place = (op) => (known.includes(op) ? known.indexOf(op) : known.length);
+  return [...ops].sort((a, b) => place(a) - place(b));
+}
+
 function aboutRange(view) {
-  const [from, to] = view.range, time = (value) => shown(value, view.unit), parts = [make("h4", {}, `${time(from)} to ${time(to)}: ${time(to - from)}`)];
+  const [from, to] = view.range, [by, unit] = scaleOf(view.unit, to - from), time = (value) => short(value / by) + unit, parts = [make("h4", {}, `${time(from)} to ${time(to)}: ${time(to - from)}`)];
   for (const run of view.runs) {
-    const rows = run.lanes.map((lane, rank) => run.sums(rank, from, to)), ops = [...new Set(rows.flatMap((row) => [...row.ops.keys()]))];
+    const rows = run.lanes.map((lane, rank) => run.sums(rank, from, to)), ops = order(new Set(rows.flatMap((row) => [...row.ops.keys()])));
     const total = { busy: 0, idle: 0, ops: new Map() };
     for (const row of rows) {
       total.busy += row.busy; total.idle += row.idle;

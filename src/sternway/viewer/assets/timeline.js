@@ -27,7 +27,7 @@ class TimelineView {
     return words.join(" · ");
   }
   legend() {
-    const ops = [...new Set(this.runs.flatMap((run) => run.events.map((event) => event.op)))];
+    const ops = order(new Set(this.runs.flatMap((run) => run.events.map((event) => event.op))));
     const entry = (mark, text) => make("span", {}, mark, text);
     const entries = ops.map((op) => entry(make("i", { class: "swatch", style: `background:${colourOf(op, 0)}` }), MEANING[op] ? `${op === "+" ? "" : op + " "}${MEANING[op]}` : op));
     entries.push(entry(make("i", { class: "swatch hatch" }), "idle: the bubble"));
