@@ -171,8 +171,7 @@ def test_a_record_without_classes_still_folds(browser: Browser, captured: graph.
     assert "24 × block" in browser.run(SHOWN)
 
 
-@pytest.mark.parametrize("width", [800, 1600])
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "theme"), [(800, "light"), (1600, "dark")])
 def test_no_overflow_and_no_barriers(browser: Browser, page: Path, width: int, theme: str) -> None:
     browser.size(width)
     browser.open(page)

@@ -197,8 +197,7 @@ def test_the_critical_path_can_be_shown_and_hidden(browser: Browser, page: Path,
     assert browser.run("document.querySelectorAll('polyline.path').length") == 0
 
 
-@pytest.mark.parametrize("width", [800, 1600])
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(("width", "theme"), [(800, "light"), (1600, "dark")])
 def test_no_overflow_and_no_barriers(browser: Browser, page: Path, width: int, theme: str) -> None:
     browser.size(width)
     browser.open(page)

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from sternway.cli._chaos import show_chaos
 from sternway.cli._exit import usage
 from sternway.cli._progress import moving_bar
+from sternway.cli._table import TableColumn, show_table, stdout
 
 if TYPE_CHECKING:
     from sternway.demo import DemoOptions, DemoOutcome
@@ -78,38 +77,48 @@ def demo(
 def _train(options: DemoOptions, *, quiet: bool) -> DemoOutcome:
     from sternway.demo import train
 
-    with moving_bar(quiet) as progress:
-        return train(options, progress)
+    with moving_bar(quiet) as bar:
+        return train(options, bar.update)
 
 
 def _show(options: DemoOptions, outcome: DemoOutcome, report: Path) -> None:
-    console = Console()
-    table = Table(
-        title=f"{options.layers}-block GPT, d={options.dim}, {options.microbatches} microbatches of "
-        f"{options.rows} × {options.length} bytes, {options.ranks} processes"
-        f"{', one thread each' if options.device == 'cpu' else ' on GPUs'}"
+    columns = (
+        TableColumn("step by", right=False),
+        TableColumn("ms"),
+        TableColumn("efficiency"),
+        TableColumn("bubble measured", drop=2),
+        TableColumn("planned", drop=3),
+        TableColumn("peak memory", drop=1),
     )
-    for heading in ("step by", "ms", "efficiency", "bubble measured", "planned", "peak memory"):
-        table.add_column(heading, justify="left" if heading == "step by" else "right")
-    table.add_row("one process", f"{1e3 * outcome.one_process:.0f}", "", "", "", "")
     efficiency = outcome.efficiency(options.ranks)
+    rows = [("one process", f"{1e3 * outcome.one_process:.4g}", "", "", "", "")]
     for name, seconds in outcome.seconds.items():
         ours = name.startswith("sternway")
-        table.add_row(
-            f"[bold]{name}[/bold]" if ours else name,
-            f"{1e3 * seconds:.0f}",
-            f"{efficiency[name]:.2f}",
-            f"{outcome.measured_bubble:.1%}" if ours else "",
-            f"{outcome.planned_bubble:.1%}" if ours else "",
-            f"{outcome.peaks[name] / 2**20:.0f} MiB" if outcome.peaks[name] else "",
+        rows.append(
+            (
+                name,
+                f"{1e3 * seconds:.4g}",
+                f"{efficiency[name]:.2f}",
+                f"{outcome.measured_bubble:.1%}" if ours else "",
+                f"{outcome.planned_bubble:.1%}" if ours else "",
+                f"{outcome.peaks[name] / 2**20:.0f} MiB" if outcome.peaks[name] else "",
+            )
         )
-    console.print(table)
+    show_table(
+        columns,
+        rows,
+        title=f"{options.layers}-block GPT, d={options.dim}, {options.microbatches} microbatches of "
+        f"{options.rows} × {options.length} bytes, {options.ranks} processes"
+        f"{', one thread each' if options.device == 'cpu' else ' on GPUs'}",
+        styles=["bold" if name.startswith("sternway") else "" for name, *_ in rows],
+    )
+    console = stdout()
     good = "[green]equal[/green]" if outcome.gradients_equal else "[red]NOT equal[/red]"
     console.print(
         f"First step's gradients {good} to one process's: largest relative difference {outcome.gradient_error:.1e}."
     )
     console.print(f"Loss {outcome.losses[0]:.3f} → {outcome.losses[-1]:.3f} in {options.steps} steps.")
-    console.print(f"Report: {report}")
+    console.print(f"Report: {report}", soft_wrap=True)
 
 
 def _record(options: DemoOptions, outcome: DemoOutcome, report: Path) -> dict[str, object]:

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from sternway import schedule
 from sternway.cli._exit import MisuseError, status_of, usage
 from sternway.cli._progress import moving_bar
+from sternway.cli._table import TableColumn, show_table, stdout
 from sternway.errors import ScheduleError, SternwayError, ViewerError
 from sternway.schedule import Costs, Schedule, Timeline
 from sternway.schedule.formats import write_timeline
@@ -105,13 +104,13 @@ def _compare(
     costs: Costs, ranks: int, microbatches: int, limit: float, out: Path | None, *, quiet: bool
 ) -> dict[str, Any]:
     """Compare schedules, draw and write the best; return what ``--json`` prints."""
-    with usage(), moving_bar(quiet, "searching") as report:
+    with usage(), moving_bar(quiet, "searching") as bar:
         comparison = schedule.compare(
             costs,
             ranks=ranks,
             microbatches=microbatches,
             memory_limit=limit,
-            progress=lambda done, total: report(done, total, "searching"),
+            progress=lambda done, total: bar.update(done, total, "searching"),
         )
     best = comparison.best
     files = _write(best.timeline, out, comparison.to_html)
@@ -198,33 +197,38 @@ def _write(timeline: Timeline, out: Path | None, page: Callable[[Path], Path]) -
 
 def _print_table(rows: list[dict[str, Any]], best: str, title: str) -> None:
     """Print the comparison; rows that do not fit are dim."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("schedule", no_wrap=True)
-    for column in ("bubble rate", "makespan", "peak memory", "above bound"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
-    for row in rows:
-        table.add_row(
+    columns = (
+        TableColumn("schedule", right=False),
+        TableColumn("bubble rate"),
+        TableColumn("makespan", drop=1),
+        TableColumn("peak memory", drop=2),
+        TableColumn("above bound", drop=3),
+        TableColumn("fits", right=False),
+    )
+    cells = [
+        (
             row["name"],
             f"{row['bubble_rate']:.2%}",
             f"{row['makespan']:.6g}",
             f"{row['peak_memory']:.4g}",
             f"{row['gap']:.2%}" if row["fits"] else "",  # the bound is one for schedules that fit
             "best" if row["name"] == best else "yes" if row["fits"] else "no",
-            style="bold" if row["name"] == best else "" if row["fits"] else "dim",
         )
-    Console().print(table)
+        for row in rows
+    ]
+    styles = ["bold" if row["name"] == best else "" if row["fits"] else "dim" for row in rows]
+    show_table(columns, cells, title=title, styles=styles)
 
 
 def _print_timeline(timeline: Timeline, files: list[Path]) -> None:
     """Draw the timeline, and print its critical path and the files that were written."""
-    console = Console(soft_wrap=True)
+    console = stdout()
     drawing = timeline.draw(color=console.is_terminal, width=max(20, console.width))
-    console.print(Text.from_ansi(drawing))
+    console.print(Text.from_ansi(drawing), soft_wrap=True)
     parts = [f"{b.what} {b.share:.0%}" for b in timeline.bottlenecks[:3]]
-    console.print(f"critical path: {', '.join(parts)}", highlight=False, markup=False)
+    console.print(f"critical path: {', '.join(parts)}", highlight=False, markup=False, soft_wrap=True)
     for path in files:
-        console.print(f"wrote {path}", highlight=False, markup=False)
+        console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_json(value: dict[str, Any]) -> None:

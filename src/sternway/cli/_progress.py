@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 
+class MovingBar:
+    """A bar that ``moving_bar`` shows."""
+
+    def __init__(self, progress: Progress, text: str, quiet: bool) -> None:
+        self._progress, self._quiet = progress, quiet
+        self._task = progress.add_task(text, total=None, count="")
+
+    def update(self, done: int, total: int | None, text: str) -> None:
+        """So much is done, of so much (None: not known, and the bar moves to and fro), and this goes on."""
+        self._progress.tasks[0].total = total  # Progress.update cannot set None
+        count = f"{done}/{total}" if total else ""
+        self._progress.update(self._task, completed=done, description=text, count=count)
+
+    def say(self, text: str) -> None:
+        """Print a line that stays."""
+        if not self._quiet:
+            self._progress.console.print(text, highlight=False, markup=False)
+
+
 @contextmanager
-def moving_bar(quiet: bool, text: str = "starting") -> Iterator[Callable[[int, int | None, str], None]]:
-    """A bar, and the function that sets it: (done, total or None, what goes on). Nothing if stderr is no terminal."""
+def moving_bar(quiet: bool, text: str = "starting") -> Iterator[MovingBar]:
+    """Show a bar during a block, if stderr is a terminal; if ``quiet``, nothing at all."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[count]}"))
-    with Progress(
-        *columns, TimeElapsedColumn(), console=console, transient=True, expand=True,
-        disable=quiet or not console.is_terminal,
-    ) as bar:  # fmt: skip
-        task = bar.add_task(text, total=None, count="")
-
-        def update(done: int, total: int | None, text: str) -> None:
-            count = f"{done}/{total}" if total else ""
-            bar.tasks[0].total = total  # update() cannot set None, which makes it move to and fro
-            bar.update(task, completed=done, description=text, count=count)
-
-        yield update
+    columns: tuple[Any, ...] = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.fields[count]}"),
+        TimeElapsedColumn(),
+    )
+    hidden = quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, expand=True, disable=hidden) as progress:
+        yield MovingBar(progress, text, quiet)
