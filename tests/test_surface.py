@@ -197,7 +197,6 @@ def test_a_drop_in_has_no_other_names() -> None:
         importlib.import_module("sternway.dropin.autograd_graph").nonsense  # noqa: B018
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "absent",
     [
