@@ -130,10 +130,14 @@ def train(rank: int, sample: bool) -> None:
     F.mse_loss(alone(x), target).backward()
     reference = dict(alone.named_parameters())
     ran = []
-    for _ in range(40):
+    for number in range(60):
         ran.append(pipe.schedule)
-        result = pipe.step(x, target=target, record=False)
-        assert result.timeline is None, "it was not asked for"
+        result = pipe.step(x, target=target, record=number > 0)
+        if number == 0:
+            assert result.timeline is None, "it was not asked for"
+        else:
+            assert result.timeline is not None
+            assert result.timeline.schedule == ran[-1], "the schedule is that of the next step"
         for name, parameter in pipe.named_parameters():
             torch.testing.assert_close(parameter.grad, reference[name].grad)
             parameter.grad = None

@@ -168,7 +168,7 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule:
         """The schedule of all ranks, for the next step: "auto" may change it between steps."""
-        return self._runner.schedule
+        return self._runner.schedule if self._tuner is None else self._tuner.schedule
 
     @property
     def costs(self) -> Costs:

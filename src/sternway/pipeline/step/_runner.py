@@ -71,7 +71,7 @@ class StepRunner:
     """Runs the steps of this process's stages. It owns a step from the cutting of the batch to the result.
 
     Attributes:
-        schedule: of the next step; a tuner changes it between steps.
+        schedule: that the last step was run by; before the next one, a tuner may change it.
         steps: how many training steps were run.
         skipped: how many of them were dropped because gradients were not finite.
     """
