@@ -41,6 +41,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_tuner.py::test_a_loss_that_fails_on_one_rank_fails_on_all": ("dist",),
     "pipeline/test_tuner.py::test_a_schedule_that_was_named_stays": ("dist",),
     "pipeline/test_tuner.py::test_steps_with_the_sample_leave_the_model_as_it_was": ("dist",),
+    "pipeline/test_tuner.py::test_copies_take_the_plan_of_the_first": ("dist",),
     "pipeline/test_tuner.py::test_real_steps_have_the_gradients_of_one_process_in_every_order": ("dist",),
     "split/test_compiled_gloo.py": ("dist", "slow"),
     "split/test_data_parallel.py": ("dist",),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from gloo import on_ranks
 from sternway import schedule
 from sternway.errors import PipelineError
-from sternway.pipeline import Pipeline
+from sternway.pipeline import Pipeline, Profile, profile
+from sternway.pipeline.build import _plan
 from sternway.pipeline.step._tuner import Tuner
 from sternway.schedule import Costs, Schedule, Timeline
 
@@ -211,3 +215,37 @@ def fail_in_the_sample(rank: int) -> None:
 
 def test_a_loss_that_fails_on_one_rank_fails_on_all() -> None:
     on_ranks(2, fail_in_the_sample)
+
+
+def copies(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    alone = copy.deepcopy(model)
+    x, target = torch.randn(8, 8), torch.randn(8, 8)
+
+    def other(*args: Any, **kwargs: Any) -> Profile:
+        """What each copy measures: to the first, W costs nothing; to the second, much."""
+        found = profile(*args, **kwargs)
+        return replace(found, W=tuple((rank // 2) * 10.0 * f for f in found.F), B=tuple(2 * f for f in found.F))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_plan, "profile", other)
+        pipe = Pipeline(
+            model, schedule="auto", n_microbatches=4, loss_fn=F.mse_loss, sample=x[:1], sample_target=x[:1], mesh=mesh
+        )
+    half = slice(0, 4) if rank < 2 else slice(4, 8)
+    for _ in range(3):
+        pipe.step(x[half], target=target[half])
+    for _ in range(3):
+        F.mse_loss(alone(x), target).backward()
+    reference = dict(alone.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, reference[name].grad)
+    plans = pipe.transport.crew_apart([0, 1, 2, 3]).share(pipe.schedule.actions)
+    assert all(plan == plans[0] for plan in plans)
+    pipe.close()
+
+
+def test_copies_take_the_plan_of_the_first() -> None:
+    on_ranks(4, copies)
