@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from browser import Browser
 from gloo import warm_up
 from sternway import cli, schedule
+from sternway.cli._progress import MovingBar
 from sternway.schedule import names
 
 SMALL = ("--dim", "16", "--layers", "4", "--steps", "3", "--microbatches", "4", "--compared-steps", "1")
@@ -57,8 +58,15 @@ def test_trains_across_processes(trained: tuple[dict[str, Any], Path]) -> None:
     assert record["report"] == str(report)
 
 
-def test_prints_a_table_with_the_schedule_that_is_fastest_here(tmp_path: Path) -> None:
+def test_prints_a_table_with_the_schedule_that_is_fastest_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int | None, str]] = []
+    monkeypatch.setattr(MovingBar, "update", lambda bar, *what: told.append(what))
     text = _demo(out=tmp_path)  # which one that is depends on this machine's times
+    done = [done for done, _, _ in told]
+    assert done == sorted(done)
+    assert done[-1] == told[-1][1] == 3 + 4 * 2  # steps; then four ways, a round to warm up and one that is timed
+    assert {total for _, total, _ in told} == {None, done[-1]}
+    assert any("one process" in words for _, _, words in told)
     assert "First step's gradients equal to one process's" in text
     assert any(f"sternway {name}" in text for name in (*names(), "search"))
 

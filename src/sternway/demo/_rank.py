@@ -85,11 +85,9 @@ def _run(rank: int, options: DemoOptions, device: torch.device, reports: Any) ->
         sample=x[sample],
         sample_target=target[sample],
     )
-    outcome = DemoOutcome(schedule_name=pipe.schedule.name, profile=pipe.profile)
+    outcome = DemoOutcome(profile=pipe.profile)
     say.about("comparing the gradients with one process's")
     outcome.gradient_error = _compare_gradients(pipe, alone, x, target)
-    outcome.planned = pipe.schedule.simulate(pipe.costs)
-    outcome.planned_bubble = outcome.planned.bubble_rate
 
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     for _ in range(options.steps):
@@ -105,6 +103,12 @@ def _run(rank: int, options: DemoOptions, device: torch.device, reports: Any) ->
         say.done(f"training: loss {outcome.losses[-1]:.3f}, {speed:,.0f} tokens/s")
     _compare_speed(rank, options, pipe, model, alone, x, target, outcome, say)
     outcome.measured_bubble = outcome.measured.bubble_rate
+    ran = outcome.measured.schedule  # "auto" may have changed it since the first step
+    outcome.schedule_name, outcome.planned = ran.name, ran.simulate(pipe.costs)
+    outcome.planned_bubble = outcome.planned.bubble_rate
+    ours = f"sternway {ran.name}"
+    outcome.seconds = {ours if name == "sternway" else name: value for name, value in outcome.seconds.items()}
+    outcome.peaks = {ours if name == "sternway" else name: value for name, value in outcome.peaks.items()}
     return outcome
 
 
@@ -147,7 +151,7 @@ def _compare_speed(
     def ours() -> None:
         outcome.measured = pipe.step(x, target=target).timeline
 
-    ways: dict[str, Callable[[], None]] = {f"sternway {pipe.schedule.name}": ours}
+    ways: dict[str, Callable[[], None]] = {"sternway": ours}
     say.about("building torch's schedules")
     for name, placement in _torch_schedules(options.ranks).items():
         ways[f"torch {name}"] = _torch_step(rank, name, placement, copy.deepcopy(model), options, x, target)

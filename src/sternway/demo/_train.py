@@ -82,11 +82,11 @@ def train(options: DemoOptions, progress: Progress = lambda done, total, text: N
         context.Process(target=run, args=(rank, store.port, options, reports), daemon=True)
         for rank in range(options.ranks)
     ]
-    with _no_interrupts():
-        for process in processes:
-            process.start()
     patience = 0.0
     try:
+        with _no_interrupts():  # one that waits is raised at its end, where processes are there to be ended
+            for process in processes:
+                process.start()
         while True:
             kind, *values = _next_report(reports, processes)
             if kind == "done":
@@ -99,6 +99,7 @@ def train(options: DemoOptions, progress: Progress = lambda done, total, text: N
                 raise error
             progress(*values)
     finally:
+        processes = [process for process in processes if process.pid is not None]
         for process in processes if patience == 0 else []:  # all of them before one sees that another is gone
             process.kill()
         for process in processes:
