@@ -31,7 +31,10 @@ def main() -> None:
         browser.screenshot(HERE / "plan.png")
         browser.size(1280, 860)
         browser.open(_graph().to_html(pages / "graph.html", title="A GPT of 24 blocks"))
-        browser.run("(p => { p.toggle(p.items.find(i => i.group && i.group.isFold)); })(sternway.views.Graph.picture)")
+        browser.run(
+            "(p => { p.toggle(p.items.find(i => i.group && i.group.isFold)); p.at.scale = 0.8;"
+            "p.centre(p.items.find(i => i.label === 'up')); })(sternway.views.Graph.picture)"
+        )
         browser.settle()
         browser.screenshot(HERE / "graph.png")
 

@@ -73,7 +73,7 @@ class Picture {
     for (const item of list) {
       item.label = item.group ? item.group.label : this.label(nodes[item.node]);
       item.small = item.group ? this.tree.about(item.group) : this.small(item.node);
-      g.setNode(item.key, { width: Math.max(74, 16 + 7.1 * Math.max(item.label.length + 2, item.small.length * 0.92)), height: 40 });
+      g.setNode(item.key, { width: Math.max(74, 16 + 7.1 * Math.max(item.label.length + 2, item.small.length)), height: 40 });
       const outer = box(item.parent);
       if (outer) g.setParent(item.key, outer);
     }
