@@ -37,6 +37,7 @@ Feature = Literal[
 
 _AREAS = (
     "tensors",
+    "amp",
     "autograd",
     "hooks",
     "failures",
