@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from sternway.errors import PipelineError
-from sternway.pipeline.build._plan import BuildPlan, BuildRequest
+from sternway.pipeline.build._plan import BuildPlan
+from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._weights import is_empty
 from sternway.pipeline.step._microbatch import ChunkSpec
 from sternway.pipeline.step._scaler import GradScaler
