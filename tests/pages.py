@@ -1,0 +1,94 @@
+"""The Python of a page of documentation, to run it.
+
+A page's blocks follow each other like cells of a notebook. HTML comments, which readers do not see, say how to run them:
+
+    <!-- setup ... -->           Python that comes before the blocks after it
+    <!-- ranks: 2 -->            the page needs so many processes, as torchrun starts them
+    <!-- needs: transformers --> the page needs this package
+    <!-- fresh -->               what follows begins anew, in processes of its own
+    <!-- not run: why -->        the next block is not run, and why
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+_PARTS = re.compile(
+    r"```python\n(?P<code>.*?)```"
+    r"|<!-- setup\n(?P<setup>.*?)-->"
+    r"|<!-- ranks: (?P<ranks>\d+) -->"
+    r"|<!-- needs: (?P<needs>\w+) -->"
+    r"|(?P<fresh><!-- fresh -->)"
+    r"|(?P<skip><!-- not run: [^>]+ -->)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Blocks that run one after the other.
+
+    Attributes:
+        source: the Python of all blocks.
+        ranks: how many processes; 1 starts none besides the one.
+        needs: packages that it imports and that may be missing.
+        not_run: how many blocks were left out.
+    """
+
+    source: str
+    ranks: int
+    needs: tuple[str, ...]
+    not_run: int = 0
+
+
+def programs(page: str, *, apart: bool = False) -> list[Program]:
+    """The programs of a page; with ``apart``, each block is one.
+
+    Example:
+        >>> programs("```python\\na = 1\\n```\\n```python\\nb = a\\n```\\n")[0].source
+        'a = 1\\nb = a\\n'
+    """
+    found: list[Program] = []
+    source, ranks, needs, skip, left = "", 1, [], False, 0
+    for part in _PARTS.finditer(page):
+        if part["fresh"]:
+            found.append(Program(source, ranks, tuple(needs), left))
+            source, ranks, needs, left = "", 1, [], 0
+        elif part["ranks"]:
+            ranks = int(part["ranks"])
+        elif part["needs"]:
+            needs.append(part["needs"])
+        elif part["skip"]:
+            skip = True
+        elif skip and part["code"]:
+            skip, left = False, left + 1
+        else:
+            source += part["code"] or part["setup"] or ""
+            if apart and part["code"]:
+                found.append(Program(source, ranks, tuple(needs), left))
+                source, ranks, needs, left = "", 1, [], 0
+    found.append(Program(source, ranks, tuple(needs), left))
+    return [program for program in found if program.source.strip()]
+
+
+def run(program: Program, folder: Path) -> str:
+    """What it prints. Warnings are errors.
+
+    Raises:
+        AssertionError: if it fails.
+    """
+    file = folder / "train.py"
+    file.write_text(program.source)
+    command = [sys.executable, "-W", "error", str(file)]
+    if program.ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(program.ranks)]
+        command = [sys.executable, *torchrun, str(file)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
