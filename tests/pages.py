@@ -1,6 +1,6 @@
 """The Python of a page of documentation, to run it.
 
-A page's blocks follow each other like cells of a notebook. HTML comments, which readers do not see, say how to run them:
+A page's blocks follow each other like cells of a notebook. HTML comments, which readers do not see, say how to run it:
 
     <!-- setup ... -->           Python that comes before the blocks after it
     <!-- ranks: 2 -->            the page needs so many processes, as torchrun starts them

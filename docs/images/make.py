@@ -23,9 +23,8 @@ def rows(timeline: Timeline, top: float, words: str) -> list[str]:
         for event in events:
             x, width = LEFT + event.start * PER_UNIT, (event.end - event.start) * PER_UNIT
             action = event.action.actions[0]
-            lines.append(
-                f'<rect x="{x:.1f}" y="{y:.0f}" width="{width:.1f}" height="{BOX}" fill="{FILL[action.op]}" stroke="#fff"/>'
-            )
+            place = f'x="{x:.1f}" y="{y:.0f}" width="{width:.1f}" height="{BOX}"'
+            lines.append(f'<rect {place} fill="{FILL[action.op]}" stroke="#fff"/>')
             if width >= 12:
                 lines.append(
                     f'<text x="{x + width / 2:.1f}" y="{y + 15:.0f}" text-anchor="middle">{action.microbatch}</text>'
@@ -42,13 +41,13 @@ def waiting_and_not() -> str:
     legend, x = [], float(LEFT)
     for op, words in (
         ("F", "F: forward"),
-        ("B", "B: backward, whole"),
+        ("B", "B: whole backward"),
         ("I", "I: its half for the inputs"),
         ("W", "W: its half for the weights"),
     ):
         legend.append(f'<rect x="{x:.0f}" y="310" width="14" height="14" fill="{FILL[op]}"/>')
         legend.append(f'<text x="{x + 20:.0f}" y="322">{words}</text>')
-        x += 44 + 6.6 * len(words)
+        x += 36 + 6.2 * len(words)
     legend.append(f'<rect x="{x:.0f}" y="310" width="14" height="14" fill="#d0d0d0"/>')
     legend.append(f'<text x="{x + 20:.0f}" y="322">a GPU that waits</text>')
     return "\n".join(
