@@ -64,7 +64,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "state/test_state_memory.py::test_no_cuda_graph_is_made_of_a_graph_with_hooks": ("slow",),
     "test_cli.py::test_help_imports_nothing_heavy": ("slow",),
     "test_cli.py::test_split_compares_with_plain_autograd_and_torch": ("slow",),
-    "test_wheel.py": ("slow",),
+    "test_wheel.py": ("dist", "slow"),
     "split/test_random_graphs.py": ("slow",),
     "upstream/test_judge.py::test_a_new_difference_fails": ("slow",),
     "upstream/test_judge.py::test_an_explained_one_does_not": ("slow",),

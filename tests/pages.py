@@ -78,8 +78,8 @@ def programs(page: str, *, apart: bool = False) -> list[Program]:
     return [program for program in found if program.source.strip()]
 
 
-def run(program: Program, folder: Path) -> str:
-    """What it prints. Warnings are errors, unless they are other packages'.
+def run(program: Program, folder: Path, *, python: str | Path = sys.executable) -> str:
+    """What it prints in another process, of this Python unless another is given. Its own warnings are errors.
 
     Raises:
         AssertionError: if it fails.
@@ -89,10 +89,10 @@ def run(program: Program, folder: Path) -> str:
     file.write_text(others + program.source)
     inductors = "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"  # its own import, on the CPU
     strict = [] if program.needs else ["-W", "error", "-W", inductors]
-    command = [sys.executable, *strict, str(file)]
+    command = [str(python), *strict, str(file)]
     if program.ranks > 1:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(program.ranks)]
-        command = [sys.executable, *torchrun, str(file)]
+        command = [str(python), *torchrun, str(file)]
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
