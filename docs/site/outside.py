@@ -43,7 +43,8 @@ def on_files(files: Any, config: Any) -> Any:
     """Add them, and the script by which search works from disk."""
     for path, real in OUTSIDE.items():
         files.append(File.generated(config, path, content=(ROOT / real).read_text()))
-    files.append(File.generated(config, SHIM, content=file_of("iframe-worker", "shim/index.js")))
+    shim = "globalThis.RealWorker = Worker;\n" + file_of("iframe-worker", "shim/index.js").decode()
+    files.append(File.generated(config, SHIM, content=shim))
     return files
 
 
