@@ -30,6 +30,7 @@ SURFACE = {
         "Schedule",
         "StageCosts",
         "Timeline",
+        "candidates",
         "check",
         "compare",
         "from_csv",
@@ -37,6 +38,7 @@ SURFACE = {
         "fuse",
         "lower_bound",
         "make",
+        "measured_costs",
         "names",
         "search",
         "simulate",
@@ -121,6 +123,7 @@ SURFACE = {
         "Saving",
         "StepResult",
         "Transport",
+        "TriedPlan",
         "Way",
         "WithSkips",
         "fit",
@@ -197,7 +200,6 @@ def test_a_drop_in_has_no_other_names() -> None:
         importlib.import_module("sternway.dropin.autograd_graph").nonsense  # noqa: B018
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "absent",
     [

@@ -49,6 +49,7 @@ V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 TORCH = ("ScheduleGPipe", "Schedule1F1B", *LOOPED, *V_SHAPED)
 OURS = ("1f1b", "zb-h1", "zb-h2", "zb-v", "auto")
 SIDE_BY_SIDE = "side by side, no pipeline"
+TRIALS = 60  # steps in which "auto" tries plans, before the first round
 WARM_UP = 2  # steps before those that are timed, and rounds of one process
 
 Step = Callable[[Tensor, Tensor], Any]
@@ -143,12 +144,13 @@ def torch_row(name: str, rank: int, case: Case) -> Iterator[Step]:
 
 @dataclass
 class OurRow:
-    """By a schedule of ours. What "auto" chose in the first round stays."""
+    """By a schedule of ours. What "auto" kept in the first round, after its trials, stays."""
 
     name: str
     case: Case
     schedule: Schedule | None = None
     costs: Costs | None = None
+    tried: tuple[str, ...] = ()  # by "auto"
     timeline: Timeline | None = None  # of the last round's last step
 
     @contextmanager
@@ -159,9 +161,11 @@ class OurRow:
             case.model(), schedule=self.schedule or self.name, n_microbatches=case.microbatches, loss_fn=F.mse_loss,
             sample=None if known else x[: case.rows], sample_target=None if known else target[: case.rows],
         )  # fmt: skip
-        if self.schedule is None:
-            self.schedule, self.costs = pipe.schedule, pipe.costs
         with closing(pipe):
+            for _ in range(0 if known else TRIALS):
+                pipe.step(x, target=target)
+            self.schedule, self.costs = pipe.schedule, self.costs or pipe.costs
+            self.tried = self.tried or tuple(map(str, pipe.plans))
             yield lambda x, target: pipe.step(x, target=target)
             self.timeline = pipe.step(x, target=target).timeline
 
@@ -257,8 +261,9 @@ def _one_step(row: OurRow) -> dict[str, Any]:
         "busy_ms": [1e3 * s for s in row.timeline.busy],
         "idle_ms": [1e3 * s for s in row.timeline.idle],
         "action_ms": _by_kind(row.timeline),
-        "planned_ms": 1e3 * row.schedule.simulate(row.costs).makespan,
+        "planned_ms": 1e3 * row.schedule.simulate(row.costs).period,
         "costs": repr(row.costs),
+        "tried": row.tried,
     }
 
 

@@ -212,7 +212,6 @@ def test_links_lead_to_a_code_host(tmp_path: Path) -> None:
         atlas.build(tmp_path / "src", tmp_path / "out", source_url="javascript:x")
 
 
-@pytest.mark.slow
 def test_no_page_is_too_large(tmp_path: Path) -> None:
     """A file of 3,000 documented functions, and as many names."""
     (tmp_path / "src").mkdir()

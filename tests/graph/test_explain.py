@@ -189,7 +189,6 @@ def test_the_first_nonfinite_value_of_a_recorded_forward() -> None:
     assert "graph.record" in unrecorded.got
 
 
-@pytest.mark.slow
 def test_why_alive() -> None:
     tensor = torch.ones(3)
     assert str(graph.why_alive(tensor)) == "nothing but the caller keeps it alive"

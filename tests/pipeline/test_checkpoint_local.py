@@ -88,7 +88,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_resumed_run_is_bit_identical(kind: str, tmp_path: Path) -> None:
     whole, first, second = gpt(), gpt(), gpt()

@@ -51,7 +51,6 @@ def test_two_processes_hold_what_was_predicted() -> None:
     on_ranks(2, hold_what_was_predicted)
 
 
-@pytest.mark.slow
 def test_kinds_of_memory_add_up() -> None:
     found = pipeline.fit(model, sample(), ranks=2, n_microbatches=4, schedule="1f1b", memory="1GB")
     count = sum(p.numel() for p in model().parameters())
@@ -64,7 +63,6 @@ def test_kinds_of_memory_add_up() -> None:
     assert "It fits: 1f1b needs" in str(found)
 
 
-@pytest.mark.slow
 def test_recomputation_holds_less_and_takes_longer() -> None:
     found = pipeline.fit(model, sample(), ranks=2, n_microbatches=4, schedule="1f1b")
     plain, again = sorted(found.ways, key=lambda way: way.recompute)

@@ -270,7 +270,6 @@ def test_a_derived_weight_under_a_checkpoint_and_autocast() -> None:
     assert_same_grads(whole(stages), reference, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_fifty_steps_of_adamw_with_clipping() -> None:
     stages = stages_of(4)
     reference = copy.deepcopy(whole(stages))

@@ -73,6 +73,31 @@ def run_ahead(rank: int, ranks: int, folder: str) -> None:
     pipe.close()
 
 
+def run_auto(rank: int, ranks: int) -> None:
+    """Plans that change between steps: the same gradients, by the same plan on all ranks, and no wait on the host."""
+    model, reference = (nn.Sequential(*blocks(2 * ranks)) for _ in range(2))
+    count = 2 * ranks
+    torch.manual_seed(1)
+    x, target = batch(2 * count)
+    pipe = Pipeline(model, schedule="auto", n_microbatches=count, loss_fn=F.mse_loss, sample=x[:2])
+    F.mse_loss(reference(x), target).backward()
+    grads = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    ran = []
+    while not pipe.plans or len(ran) < 30:
+        same = bool(ran) and ran[-1] is pipe.schedule
+        ran.append(pipe.schedule)
+        with no_waits() if same else nullcontext():
+            pipe.step(x, target=target, record=False)
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, grads[name], **CLOSE)
+            parameter.grad = None
+        assert len(ran) < 60, "no plan was kept"
+    assert len({plan.actions for plan in ran}) > 1, "several orders were run"
+    everyone = pipe.transport.crew().share([plan.actions for plan in ran])
+    assert all(orders == everyone[0] for orders in everyone)
+    pipe.close()
+
+
 def run_numbers(rank: int) -> None:
     cases = {
         "bfloat16": lambda: number_cases.half(rank, "cuda", torch.bfloat16),
@@ -109,6 +134,8 @@ def steps_in_a_row(rank: int, ranks: int, folder: str) -> None:
         run_ahead(rank, ranks, folder)
     with said(rank, "optimizer steps on trial"):
         run_optimizer(rank, ranks)
+    with said(rank, "plans that change"):
+        run_auto(rank, ranks)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

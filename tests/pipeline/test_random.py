@@ -6,7 +6,6 @@ import copy
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
@@ -123,7 +122,6 @@ def assert_equals_one_process(case: Case, rank: int | None) -> None:
     pipe.close()
 
 
-@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(cases(st.integers(1, 4)))
 def test_in_one_process(case: Case) -> None:

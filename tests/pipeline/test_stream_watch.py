@@ -79,7 +79,6 @@ def test_a_gpu_that_fails_is_told_of(clock: Clock) -> None:
     assert watch.waits() == 0
 
 
-@pytest.mark.slow
 def test_the_watch_over_the_ranks_gives_up_after_a_while() -> None:
     woken = threading.Event()
     watch = Watch(dist.HashStore(), "here", 0, 2, 600, 30, "global rank 0", True, woken.set)

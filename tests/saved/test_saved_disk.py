@@ -102,7 +102,6 @@ def test_a_write_that_fails_leaves_its_tensor_in_memory(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_file_too_large_for_the_process_is_an_error_too(tmp_path: Path) -> None:
     """A real limit, in a process of its own."""
     code = f"""
@@ -127,7 +126,6 @@ def test_a_file_too_large_for_the_process_is_an_error_too(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 def test_a_killed_process_leaves_what_the_next_start_removes(tmp_path: Path) -> None:
     code = f"""
         import sys, torch

@@ -191,7 +191,6 @@ def test_attributes_may_be_set_after_the_pair_was_made(graph: ModuleType) -> Non
     torch.testing.assert_close(a.grad, 5 * a.exp())
 
 
-@pytest.mark.slow
 @both
 def test_in_compiled_code(graph: ModuleType) -> None:
     """The block breaks the graph, in both; what is saved in it goes through the hooks all the same."""

@@ -29,7 +29,6 @@ def _script() -> Any:
 SCRIPT = _script()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("words", SCRIPT.CASES)
 def test_every_row_is_in_the_table_and_ours_works(words: str) -> None:
     (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| {words} |")]

@@ -13,8 +13,6 @@ from sternway.errors import StateError
 from sternway.state import BackwardState
 from ways import WAYS, run
 
-pytestmark = pytest.mark.slow
-
 
 class Mixer(nn.Module):
     """Two inputs and something that is no tensor; two outputs."""

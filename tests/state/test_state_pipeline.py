@@ -15,8 +15,6 @@ from sternway.pipeline import LocalTransport, Pipeline
 from sternway.state import BackwardState
 from ways import WAYS, run
 
-pytestmark = pytest.mark.slow
-
 
 class Stage(nn.Module):
     """Two layers, and between them a hook that knows which microbatch comes back."""

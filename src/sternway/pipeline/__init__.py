@@ -17,6 +17,7 @@ from sternway.pipeline.step._microbatch import Chunk, Presplit, Replicate
 from sternway.pipeline.step._result import StepResult
 from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.step._stage import WithSkips
+from sternway.pipeline.step._tuner import TriedPlan
 from sternway.pipeline.transport._dist import DistTransport
 from sternway.pipeline.transport._local import LocalTransport
 from sternway.pipeline.transport._transport import Transport
@@ -37,6 +38,7 @@ __all__ = [
     "Saving",
     "StepResult",
     "Transport",
+    "TriedPlan",
     "Way",
     "WithSkips",
     "fit",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from sternway._torch import require
 from sternway.errors import PipelineError
-from sternway.pipeline.build._agree import agreed_plan, describe, make_stages
+from sternway.pipeline.build._agree import agreed_plan, describe, make_stages, make_tuner
 from sternway.pipeline.build._checks import check_arguments, check_plain, check_weights, checked_skips
 from sternway.pipeline.build._plan import BuildRequest
 from sternway.pipeline.build._weights import Weights
@@ -31,12 +32,13 @@ from sternway.pipeline.step._result import StepResult
 from sternway.pipeline.step._runner import StepOptions, StepRunner
 from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.step._stage import LossFn, named_parameters
+from sternway.pipeline.step._tuner import TriedPlan
 from sternway.pipeline.transport._clock import clock_offsets
 from sternway.pipeline.transport._dist import default_transport
 from sternway.pipeline.transport._place import devices_of
 from sternway.pipeline.transport._routes import Routes
 from sternway.pipeline.transport._transport import Transport, device_of
-from sternway.schedule import Schedule
+from sternway.schedule import Costs, Schedule
 
 
 class Pipeline:
@@ -51,7 +53,8 @@ class Pipeline:
     Args:
         stages: this rank's stages as ``{index: module}``, or a whole model, of which each rank keeps its part; what
             other ranks keep is moved to the meta device. See ``docs/models.md``.
-        schedule: a ``Schedule``, the name of one, or "auto" to search for the best one, given the costs of ``sample``.
+        schedule: a ``Schedule``, the name of one, or "auto": search for the best one, given the costs of ``sample``;
+            then try the best ones in the first steps, keep the fastest, and search again when costs change.
         loss_fn: ``loss_fn(output, target)`` returns the mean over the rows, or a sum and the count to divide it by;
             used on the rank of the last stage. For a whole model by default its own loss, ``output.loss``.
         n_microbatches: into how many microbatches a batch is cut; a ``Schedule`` knows its own number.
@@ -76,10 +79,10 @@ class Pipeline:
         weights: for a whole model with its parameters on the meta device: a function that returns tensors by name. It
             is called once, with the names that this process's stages have. No process has the whole model in memory.
         device: where to put these; the CPU by default.
+        tune: whether "auto" may change its schedule between steps. The order of sums, and so the last bits of
+            gradients, change with it. Copies of a pipeline (``mesh``) keep the first one.
 
     Attributes:
-        schedule: the schedule of all ranks.
-        costs: those that the schedule was planned for.
         stages: this process's, by index.
         transport: carries the messages.
 
@@ -112,6 +115,7 @@ class Pipeline:
         reports: str | Path | None = None,
         weights: Weights | None = None,
         device: torch.device | str | None = None,
+        tune: bool = True,
     ) -> None:
         require("pipeline")
         check_arguments(
@@ -126,16 +130,18 @@ class Pipeline:
         ranks = ranks or self.transport.ranks or (schedule.ranks if isinstance(schedule, Schedule) else 0)
         if not ranks:
             raise PipelineError("a pipeline in one process needs the number of ranks", got="none", fix="pass ranks=")
+        self._everyone = None if mesh is None else mesh.mesh.flatten().tolist()
         request = BuildRequest(
-            stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place
-        )
+            stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place,
+            self._everyone,
+        )  # fmt: skip
         self._plan = agreed_plan(request, self.transport)
-        self.schedule, self.costs = self._plan.schedule, self._plan.costs
+        first = self._plan.schedule
         self.stages = make_stages(self._plan, loss_fn, saved, scaler)
         ranks_here = self.transport.mine or tuple(range(ranks))
-        routes = Routes(self.schedule.num_stages, checked_skips(skips, self.schedule.num_stages))
-        self.transport.connect(self.schedule, routes)
-        placement = {rank: self.schedule.placement[rank] for rank in ranks_here}
+        routes = Routes(first.num_stages, checked_skips(skips, first.num_stages))
+        self.transport.connect(first, routes)
+        placement = {rank: first.placement[rank] for rank in ranks_here}
         check_ties(tied)
         own_ties = [] if self._plan.cut is None else self._plan.cut.ties()
         self._ties = resolve_ties([*tied, *own_ties], self.stages, placement, self.transport)
@@ -147,16 +153,33 @@ class Pipeline:
         if scaler is not None:
             scaler.connect(self.transport, ranks)
         self._guard = Guard(self.transport, ranks_here[0], Path(reports or default_folder()))
+        self._tuner = make_tuner(self._plan, request, self.transport) if tune and mesh is None else None
         self._runner = StepRunner(
-            self.stages, self.schedule, routes, self.transport, ranks_here, self._gradients, self._guard,
-            chunk, clock_offsets(self.transport, ranks), self.costs.memory_after_I,
+            self.stages, first, routes, self.transport, ranks_here, self._gradients, self._guard,
+            chunk, clock_offsets(self.transport, ranks), self._plan.costs.memory_after_I, self._tuner,
         )  # fmt: skip
         self._whole_names = isinstance(stages, nn.Module)
         self._model = stages if isinstance(stages, nn.Module) else None
         self._source: Path | None = None  # the checkpoint that from_pretrained read
         self._first_copy = mesh is None or mesh.get_local_rank("dp") == 0
-        self._everyone = None if mesh is None else mesh.mesh.flatten().tolist()
         self._saves: Checkpoints | None = None
+
+    # The plan
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of all ranks, for the next step: "auto" may change it between steps."""
+        return self._runner.schedule if self._tuner is None else self._tuner.schedule
+
+    @property
+    def costs(self) -> Costs:
+        """What the schedule was planned for: what "auto" measured last, if it has."""
+        return self._plan.costs if self._tuner is None else self._tuner.costs
+
+    @property
+    def plans(self) -> tuple[TriedPlan, ...]:
+        """The schedules that "auto" has tried in steps so far, with planned and measured times."""
+        return () if self._tuner is None else tuple(self._tuner.plans)
 
     # The step
 
@@ -405,4 +428,5 @@ class Pipeline:
             self._guard.close()
 
     def __repr__(self) -> str:
-        return describe(self._plan, self.transport, sum(p.nbytes for p in self.parameters()))
+        now = replace(self._plan, schedule=self.schedule, costs=self.costs)
+        return describe(now, self.transport, sum(p.nbytes for p in self.parameters()))

@@ -15,12 +15,13 @@ costs and memory are counted.
 from sternway.schedule._action import Action, Op, Overlap
 from sternway.schedule._check import check
 from sternway.schedule._costs import Costs, StageCosts
+from sternway.schedule._measured import measured_costs
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._simulate import simulate
 from sternway.schedule._timeline import Bottleneck, Event, Timeline
 from sternway.schedule.formats import from_csv, from_json
 from sternway.schedule.named import make, names
-from sternway.schedule.search import Comparison, Row, compare, fuse, lower_bound, search
+from sternway.schedule.search import Comparison, Row, candidates, compare, fuse, lower_bound, search
 
 __all__ = [
     "Action",
@@ -34,6 +35,7 @@ __all__ = [
     "Schedule",
     "StageCosts",
     "Timeline",
+    "candidates",
     "check",
     "compare",
     "from_csv",
@@ -41,6 +43,7 @@ __all__ = [
     "fuse",
     "lower_bound",
     "make",
+    "measured_costs",
     "names",
     "search",
     "simulate",

@@ -9,19 +9,24 @@ from typing import Any
 from sternway._bytes import show_bytes
 from sternway.errors import PipelineError
 from sternway.pipeline.build._checks import check_placement
-from sternway.pipeline.build._plan import BuildPlan, BuildRequest, make_plan
+from sternway.pipeline.build._plan import BuildPlan, BuildRequest, Draft, choose, draft_plans, limit_of, make_plan
 from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.step._stage import LossFn, Stage
+from sternway.pipeline.step._tuner import Tuner
 from sternway.pipeline.transport._facts import checksum
 from sternway.pipeline.transport._transport import Transport
+from sternway.schedule import Costs
 
 
 def agreed_plan(request: BuildRequest, transport: Transport) -> BuildPlan:
     """The plan for this process, if all ranks have one, with the same schedule."""
+    drafts: list[Draft | None] = []
+    transport.crew().agree(lambda: drafts.append(draft_plans(request, transport)))
+    best = None if drafts[0] is None else choose(request, drafts[0], transport)
     made: list[BuildPlan] = []
 
     def prepare() -> int:
-        made.append(make_plan(request, transport))
+        made.append(make_plan(request, transport, drafts[0], best))
         check_placement(made[0], request, transport)
         return checksum(made[0].schedule.to_json())
 
@@ -57,6 +62,16 @@ def make_stages(
     }
 
 
+def make_tuner(plan: BuildPlan, request: BuildRequest, transport: Transport) -> Tuner | None:
+    """What changes the plan of "auto" between steps; None if there is nothing to change, or no time to measure.
+
+    In one process ranks run in turn: there the order makes no difference.
+    """
+    if request.schedule != "auto" or not transport.mine or request.ranks == 1:
+        return None
+    return Tuner(plan.schedule, plan.costs, limit_of(request, plan.costs))
+
+
 def describe(plan: BuildPlan, transport: Transport, nbytes: int) -> str:
     """What ``print`` shows of a pipeline whose parameters take so many bytes here."""
     schedule, mine, size = plan.schedule, transport.mine, show_bytes(nbytes)
@@ -70,11 +85,9 @@ def describe(plan: BuildPlan, transport: Transport, nbytes: int) -> str:
             lines.append(f"  crosses   to {cut}: {', '.join(values)}")
     lines.append(f"  here      {here}: {size} of parameters")
     timeline, peaks = schedule.simulate(plan.costs), plan.peak_bytes()
-    if peaks is None:
+    if plan.costs == Costs():
         lines.append(f"  planned   bubble {timeline.bubble_rate:.1%}, if F, I and W take equally long")
     else:
-        lines.append(
-            f"  planned   {1e3 * timeline.makespan:.2f} ms, bubble {timeline.bubble_rate:.1%}, "
-            f"activations of at most {show_bytes(max(peaks))} on a rank"
-        )
+        memory = "" if peaks is None else f", activations of at most {show_bytes(max(peaks))} on a rank"
+        lines.append(f"  planned   {1e3 * timeline.makespan:.2f} ms, bubble {timeline.bubble_rate:.1%}{memory}")
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from sternway import schedule as schedules
 from sternway.errors import PipelineError
 from sternway.pipeline.build._partition import Layout, lay_out, layout_of, weights
 from sternway.pipeline.build._profile import Profile, profile
+from sternway.pipeline.build._rehearse import Rehearsal
 from sternway.pipeline.build._weights import Weights, fill, on_zeros
 from sternway.pipeline.forward._part import CutModel, ModelPart
 from sternway.pipeline.step._stage import LossFn
@@ -36,6 +37,7 @@ class BuildRequest:
     sample_target: Any = None
     weights: Weights | None = None
     device: torch.device | None = None
+    everyone: Sequence[int] | None = None  # the processes of all copies of the pipeline, if there are copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +81,73 @@ class BuildPlan:
         return peaks
 
 
-def make_plan(request: BuildRequest, transport: Transport) -> BuildPlan:
+@dataclass(frozen=True, slots=True)
+class PlanOption:
+    """One way to cut the model, with the schedule for it."""
+
+    starts: list[int]
+    schedule: Schedule
+    costs: Costs
+
+    def cost(self) -> tuple[float, float]:
+        """The time of a step among others, and that of one alone."""
+        timeline = self.schedule.simulate(self.costs)
+        return timeline.period, timeline.makespan
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is known about a whole model before its plan is chosen. It is the same on all ranks."""
+
+    layout: Layout
+    measured: Profile | None
+    options: list[PlanOption]
+
+
+def draft_plans(request: BuildRequest, transport: Transport) -> Draft | None:
+    """The ways to cut a whole model, each with its schedule; None if stages were passed one by one."""
+    if not isinstance(request.stages, nn.Module):
+        return None
+    model, counts, named = request.stages, _stage_counts(request), _named_cuts(request)
+    layout = _agreed_layout(request, model, min(counts), named, transport)
+    measured = None if request.weights is not None else _measure(request, model, layout, transport)
+    if named is not None:
+        ways = [layout.starts(named)]
+    else:
+        costs = weights(model, layout) if measured is None else measured.totals
+        if measured is None:  # nobody knows what messages cost, and two stages on each rank send twice as many
+            counts = counts[:1]
+        counts = [count for count in counts if count <= len(layout.names)] or counts[:1]
+        ways = [layout.balanced(costs, count) for count in counts]
+    return Draft(layout, measured, [_option(request, starts, measured) for starts in ways])
+
+
+def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOption:
+    """The best way to cut the model: by simulation, or in steps with the sample if there are processes to run them.
+
+    Copies of a pipeline take what the first one finds. If a step fails, the transport is closed on all ranks.
+    """
+    if draft.measured is None or not transport.mine or len(draft.options) == 1:
+        return min(draft.options, key=lambda option: option.cost())
+    assert isinstance(request.stages, nn.Module)
+    rehearsal = Rehearsal(transport, request.sample, request.sample_target, request.loss_fn)
+    spans = []
+    for option in draft.options:
+        cut = draft.layout.cut(request.stages, option.starts)
+        parts = {index: ModelPart(cut, index) for index in _stages_here(request, transport, option.schedule)}
+        spans.append(rehearsal.span(parts, option.schedule, option.costs, limit_of(request, option.costs)))
+    if request.everyone is not None:
+        spans = transport.crew_apart(request.everyone).share(spans)[0]
+    return draft.options[spans.index(min(spans))]
+
+
+def make_plan(request: BuildRequest, transport: Transport, draft: Draft | None, best: PlanOption | None) -> BuildPlan:
     """The plan for this process. On all ranks the schedule is the same."""
-    if isinstance(request.stages, nn.Module):
-        return _from_model(request, request.stages, transport)
-    return _from_stages(request, request.stages)
+    if draft is None or best is None:
+        assert isinstance(request.stages, Mapping)
+        return _from_stages(request, request.stages)
+    assert isinstance(request.stages, nn.Module)
+    return _from_model(request, request.stages, transport, draft, best)
 
 
 def _from_stages(request: BuildRequest, stages: Mapping[int, nn.Module]) -> BuildPlan:
@@ -98,22 +162,13 @@ def _from_stages(request: BuildRequest, stages: Mapping[int, nn.Module]) -> Buil
     return BuildPlan(dict(stages), _schedule(request, Costs()), Costs())
 
 
-def _from_model(request: BuildRequest, model: nn.Module, transport: Transport) -> BuildPlan:
+def _from_model(
+    request: BuildRequest, model: nn.Module, transport: Transport, draft: Draft, best: PlanOption
+) -> BuildPlan:
     """A whole model: cut it, and keep this process's stages."""
-    counts = _stage_counts(request)
-    named = _named_cuts(request)
-    layout = _agreed_layout(request, model, min(counts), named, transport)
-    measured = None if request.weights is not None else _measure(request, model, layout, transport)
-    if named is not None:
-        ways = [layout.starts(named)]
-    else:
-        costs = weights(model, layout) if measured is None else measured.totals
-        counts = [count for count in counts if count <= len(layout.names)] or counts[:1]
-        ways = [layout.balanced(costs, count) for count in counts]
-    options = [_option(request, starts, measured) for starts in ways]
-    best = min(options, key=lambda option: option.cost())
+    layout, measured = draft.layout, draft.measured
     cut = layout.cut(model, best.starts)
-    here = [stage for rank in transport.mine or range(request.ranks) for stage in best.schedule.placement[rank]]
+    here = _stages_here(request, transport, best.schedule)
     if request.weights is not None:
         names = [name for index in here for name in ModelPart(cut, index).state_dict()]
         fill(model, names, request.weights, request.device or torch.device("cpu"))
@@ -177,21 +232,12 @@ def _agreed_layout(
     return layout
 
 
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """One way to cut the model, with the schedule for it."""
-
-    starts: list[int]
-    schedule: Schedule
-    costs: Costs
-
-    def cost(self) -> tuple[float, float]:
-        """The time of a step among others, and that of one alone."""
-        timeline = self.schedule.simulate(self.costs)
-        return timeline.period, timeline.makespan
+def _stages_here(request: BuildRequest, transport: Transport, schedule: Schedule) -> list[int]:
+    """The stages of this process's ranks."""
+    return [stage for rank in transport.mine or range(request.ranks) for stage in schedule.placement[rank]]
 
 
-def _option(request: BuildRequest, starts: list[int], measured: Profile | None) -> _Option:
+def _option(request: BuildRequest, starts: list[int], measured: Profile | None) -> PlanOption:
     costs = measured.grouped(starts).costs if measured is not None else Costs()
     plan = _schedule(request, costs, stages_per_rank=max(1, len(starts) // request.ranks))
     if plan.num_stages != len(starts):
@@ -200,7 +246,7 @@ def _option(request: BuildRequest, starts: list[int], measured: Profile | None) 
             got=f"{len(starts)} from cuts={request.cuts!r}",
             fix=f'pass {plan.num_stages - 1} cuts, or cuts="balanced"',
         )
-    return _Option(starts, plan, costs)
+    return PlanOption(starts, plan, costs)
 
 
 def _schedule(request: BuildRequest, costs: Costs, stages_per_rank: int = 1) -> Schedule:
@@ -218,17 +264,23 @@ def _schedule(request: BuildRequest, costs: Costs, stages_per_rank: int = 1) -> 
         costs,
         ranks=ranks,
         microbatches=microbatches,
-        memory_limit=2 * ranks * max(1.0, costs.memory_after_I)
-        if request.memory_limit is None
-        else request.memory_limit,
+        memory_limit=limit_of(request, costs),
         stages_per_rank=stages_per_rank,
     )
+
+
+def limit_of(request: BuildRequest, costs: Costs) -> float:
+    """What a rank may keep under "auto", in forwards of one microbatch."""
+    if request.memory_limit is not None:
+        return request.memory_limit
+    return 2 * request.ranks * max(1.0, costs.memory_after_I)
 
 
 def _measure(request: BuildRequest, model: nn.Module, layout: Layout, transport: Transport) -> Profile | None:
     """What the first rank measured, on all ranks, so that all decide alike; None if it has no sample.
 
-    All ranks with a sample measure at the same time, as they will train: cores share caches and memory.
+    All ranks with a sample measure at the same time, as they will train: cores share caches and memory. Copies of the
+    pipeline take what the first one measured: they average stage after stage, in the order of one schedule.
     """
 
     def measure() -> Profile | None:
@@ -239,8 +291,9 @@ def _measure(request: BuildRequest, model: nn.Module, layout: Layout, transport:
         found = profile(calls, request.sample, loss_fn=loss_fn, target=request.sample_target)
         return replace(found, names=tuple(layout.names))
 
-    found = transport.crew().share(Outcome(measure))[0].result()
-    return None if found is None else replace(found, comm=transport.delay(max(found.sent_bytes)))
+    crew = transport.crew() if request.everyone is None else transport.crew_apart(request.everyone)
+    found = crew.share(Outcome(measure))[0].result()
+    return None if found is None else replace(found, comm=crew.share(transport.delay(max(found.sent_bytes)))[0])
 
 
 def partition(

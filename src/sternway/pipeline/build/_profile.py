@@ -153,7 +153,7 @@ def profile(
     rows: list[list[tuple[float, ...]]] = [[] for _ in stages]
     kept: list[tuple[int, int]] = [(0, 0)] * len(stages)
     sent = [0] * len(stages)
-    with _own_gradients(modules), untouched(*modules):
+    with own_gradients(modules), untouched(*modules):
         for number in range(repeats + 1):
             with sample_runs():
                 _once(stages, microbatch, rows, kept, sent, weigh=number == 0)  # the first one warms up, too
@@ -171,7 +171,7 @@ def profile(
 
 
 @contextmanager
-def _own_gradients(modules: list[nn.Module]) -> Iterator[None]:
+def own_gradients(modules: list[nn.Module]) -> Iterator[None]:
     """A block after which the parameters have the gradients they had before."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
     aside = [parameter.grad for parameter in parameters]

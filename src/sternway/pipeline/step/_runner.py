@@ -35,6 +35,7 @@ from sternway.pipeline.step._run import RankStep, run_rank
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.step._state import StateBefore
 from sternway.pipeline.step._times import RankTimes, StreamClock, StreamTimes
+from sternway.pipeline.step._tuner import Tuner
 from sternway.pipeline.transport._facts import StepFacts, checksum
 from sternway.pipeline.transport._later import to_host
 from sternway.pipeline.transport._routes import Routes
@@ -70,6 +71,7 @@ class StepRunner:
     """Runs the steps of this process's stages. It owns a step from the cutting of the batch to the result.
 
     Attributes:
+        schedule: that the last step was run by; before the next one, a tuner may change it.
         steps: how many training steps were run.
         skipped: how many of them were dropped because gradients were not finite.
     """
@@ -86,8 +88,10 @@ class StepRunner:
         chunk: ChunkSpec,
         offsets: list[float],
         memory_after_i: float,
+        tuner: Tuner | None = None,
     ) -> None:
-        self._stages, self._schedule, self._routes, self._transport = stages, schedule, routes, transport
+        self._stages, self.schedule, self._routes, self._transport = stages, schedule, routes, transport
+        self._tuner = tuner
         self._ranks_here, self._gradients, self._guard, self._chunk = ranks_here, gradients, guard, chunk
         self._offsets, self._memory_after_i = offsets, memory_after_i
         self._clock = StreamClock(transport.device) if transport.device.type == "cuda" else None
@@ -99,6 +103,11 @@ class StepRunner:
     def step(self, batch: Batch, options: StepOptions) -> StepResult:
         """Run one batch, forward and backward, or forward alone."""
         self._guard.check_open("another step")
+        tuner = self._tuner if options.training else None
+        asked = options
+        if tuner is not None:
+            options = replace(options, record=True)
+            self._run_by(tuner.schedule)
         work = self._begin(batch, options)
         result = self._attempt(work, options)
         if result is None:  # the parameters were wrong; now they are right
@@ -106,9 +115,21 @@ class StepRunner:
             assert result is not None
         if options.training:
             self.steps, self._last = self.steps + 1, work
+        if tuner is not None:
+            assert result.measured is not None, "it is recorded"
+            with self._guard.other_ranks():
+                tuner.note(result.measured)
+            result = result if asked.record else replace(result, measured=None)
         if options.nonfinite is None or result.nonfinite is None:
             return result
         return replace(result, nonfinite=self._reject(options.nonfinite))
+
+    def _run_by(self, schedule: Schedule) -> None:
+        """Run the next steps by another schedule of the same stages. All ranks do so before the same step."""
+        if schedule is not self.schedule:
+            with self._guard.other_ranks():
+                self._transport.connect(schedule, self._routes)
+            self.schedule = schedule
 
     def continue_from(self, step: int) -> None:
         """Count on from this step, after a checkpoint was loaded."""
@@ -119,7 +140,7 @@ class StepRunner:
         made: list[Microbatch] = []
 
         def prepare(rows: int) -> StepFacts:
-            made.extend(batch.cut(self._stages, self._schedule, self._chunk, options.training, rows))
+            made.extend(batch.cut(self._stages, self.schedule, self._chunk, options.training, rows))
             trial = 0 if self._trial is None else self._trial.checksum
             modes = [stage.module.training for stage in self._stages.values()]
             shapes, seed = shapes_checksum(made, modes), step_seed(self.steps)
@@ -153,7 +174,7 @@ class StepRunner:
         return None
 
     def _result(self, work: _Work, options: StepOptions, times: Callable[[], RankTimes]) -> StepResult:
-        stages, schedule, transport = self._stages, self._schedule, self._transport
+        stages, schedule, transport = self._stages, self.schedule, self._transport
         loss = collect_loss(stages, schedule, transport, options.training, options.loss_everywhere)
         outputs = self._outputs(work, options, loss)
         measured = None
@@ -164,7 +185,7 @@ class StepRunner:
 
     def _outputs(self, work: _Work, options: StepOptions, loss: Tensor | None) -> Any:
         """The outputs of a step, if they were asked for and are here."""
-        stage = self._stages.get(self._schedule.num_stages - 1)
+        stage = self._stages.get(self.schedule.num_stages - 1)
         if not options.return_outputs or stage is None:
             return None
         outputs = [stage.outputs[i] for i in sorted(stage.outputs)]
@@ -182,13 +203,13 @@ class StepRunner:
         device, first, training = self._transport.device, self._ranks_here[0], work.facts.training
         times: RankTimes = {rank: [] for rank in self._ranks_here}
         on_gpu = {rank: StreamTimes(self._clock) for rank in times} if record and self._clock is not None else {}
-        self._guard.follow(Progress(self.steps, first, self._schedule, times[first]))
+        self._guard.follow(Progress(self.steps, first, self.schedule, times[first]))
         programs = {
             rank: run_rank(
                 RankStep(
-                    schedule=self._schedule,
+                    schedule=self.schedule,
                     rank=rank,
-                    stages={index: self._stages[index] for index in self._schedule.placement[rank]},
+                    stages={index: self._stages[index] for index in self.schedule.placement[rank]},
                     routes=self._routes,
                     microbatches=work.microbatches,
                     training=training,
@@ -283,7 +304,7 @@ class StepRunner:
         """Run the last step once more, and look where values stop being finite."""
         assert self._last is not None
         modules = {index: stage.module for index, stage in self._stages.items()}
-        rank_of, last = self._schedule.stage_ranks(), self._schedule.num_stages - 1
+        rank_of, last = self.schedule.stage_ranks(), self.schedule.num_stages - 1
         by_gradient = _nonfinite.in_gradients(modules, rank_of)
         self._gradients.drop()
         with self._whole_step(), _nonfinite.looking(modules, rank_of) as found:

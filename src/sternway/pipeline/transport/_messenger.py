@@ -60,9 +60,17 @@ class Messenger:
         self._rank_of: tuple[int, ...] = ()
         self._tag: Callable[[MessageKey], int] = lambda key: 0
         self._expected: dict[bool, dict[RankEdge, list[MessageKey]]] = {}  # in training, and in evaluation
+        self._ops: set[str] = set()  # the kinds of actions of the schedules so far
 
     def connect(self, schedule: Schedule, routes: Routes) -> None:
-        """Get ready for the messages of a schedule. All ranks call it together."""
+        """Get ready for the messages of a schedule. All ranks call it together, or before the same step.
+
+        With a new kind of action, the next step is a first one again: it has kernels of its own.
+        """
+        ops = {action.op for steps in schedule.actions for step in steps for action in step.actions}
+        if not ops <= self._ops:
+            self._seen.clear()
+            self._ops |= ops
         self._rank_of = schedule.stage_ranks()
         self._tag = routes.tag
         self._expected = {

@@ -35,7 +35,7 @@ from sternway.pipeline.transport._carrier import Arriving, Carrier
 from sternway.pipeline.transport._edges import Incoming, Outgoing, as_bytes
 from sternway.pipeline.transport._groups import ProcessGroups
 from sternway.pipeline.transport._order import RankEdge, edges_of
-from sternway.pipeline.transport._payload import Spec
+from sternway.pipeline.transport._payload import Spec, pack
 from sternway.pipeline.transport._place import gpu_fault
 from sternway.pipeline.transport._routes import MAIN, MessageKey, Routes
 from sternway.schedule import Schedule
@@ -52,7 +52,8 @@ class NcclCarrier(Carrier):
         self._open: dict[RankEdge, Any] = {}
         self._outgoing: dict[RankEdge, Outgoing] = {}
         self._incoming: dict[RankEdge, Incoming] = {}
-        self._notes: Any = None  # the group over which ranks tell each other of messages
+        self._notes: Any = groups.attempt(groups.new, groups.members)  # over which ranks tell each other of messages
+        atexit.register(self.drop)  # what was sent before Python ends arrives
         self._watch = StreamWatch(self._failed)
         if groups.watch is not None:
             groups.watch.follow(waits=self._watch.waits)
@@ -68,20 +69,23 @@ class NcclCarrier(Carrier):
             self._groups.wake()
 
     def connect(self, schedule: Schedule, routes: Routes) -> None:
-        if self._notes is None:
-            self._notes = self._groups.attempt(self._groups.new, self._groups.members)
-            atexit.register(self.drop)  # what was sent before Python ends arrives
-        for tag, edge in enumerate(edges_of(schedule, routes)):
-            if self._groups.rank not in (edge.source, edge.target):
-                continue
-            self._communicator(edge)
-            name, post = f"sternway-{edge}", functools.partial(self._post, edge)
-            if self._groups.rank == edge.source and edge not in self._outgoing:
-                tell = functools.partial(self._note, dist.isend, edge.target, tag)
-                self._outgoing[edge] = Outgoing(name, self._device, post, tell, self._send_failed)
-            elif self._groups.rank == edge.target and edge not in self._incoming:
-                hear = functools.partial(self._note, dist.irecv, edge.source, tag)
-                self._incoming[edge] = Incoming(name, self._device, post, hear)
+        for edge in edges_of(schedule, routes):
+            if self._groups.rank in (edge.source, edge.target):
+                self._open_edge(edge)
+
+    def _open_edge(self, edge: RankEdge) -> None:
+        """Connect the two ranks of an edge, unless they are; both call it."""
+        if edge in self._open:
+            return
+        tag = sum({other.source, other.target} == {edge.source, edge.target} for other in self._open)
+        self._communicator(edge)
+        name, post = f"sternway-{edge}", functools.partial(self._post, edge)
+        if self._groups.rank == edge.source:
+            tell = functools.partial(self._note, dist.isend, edge.target, tag)
+            self._outgoing[edge] = Outgoing(name, self._device, post, tell, self._send_failed)
+        else:
+            hear = functools.partial(self._note, dist.irecv, edge.source, tag)
+            self._incoming[edge] = Incoming(name, self._device, post, hear)
 
     def _note(self, call: Any, other: int, tag: int) -> Any:
         """Begin to tell another rank of a message, or to hear of one."""
@@ -105,7 +109,9 @@ class NcclCarrier(Carrier):
 
     def receive(self, key: MessageKey, spec: Spec, source: int) -> Arriving:
         self._watch.begin()
-        edge = RankEdge(source, self._groups.rank, key.channel, key.is_gradient)
+        return self._arriving(RankEdge(source, self._groups.rank, key.channel, key.is_gradient), spec)
+
+    def _arriving(self, edge: RankEdge, spec: Spec) -> Arriving:
         return _Announced(self._incoming[edge].put(spec), self._groups, self._device)
 
     def answered(self, key: MessageKey) -> None:
@@ -121,14 +127,20 @@ class NcclCarrier(Carrier):
     def round_trip(self, message: Tensor, peer: int) -> float:
         """Over the edges that a pipeline will most likely use later: activations there, gradients back."""
         low, high = sorted((self._groups.rank, peer))
-        edges = RankEdge(low, high, MAIN, False), RankEdge(high, low, MAIN, True)
-        for edge in edges:
-            self._communicator(edge)
+        there, back = RankEdge(low, high, MAIN, False), RankEdge(high, low, MAIN, True)
+        for edge in (there, back):
+            self._open_edge(edge)
+        spec, _ = pack(message)
         torch.cuda.synchronize(self._device)
         start = time.perf_counter()
-        for edge in edges:
-            self._post(edge, [message]).wait()
-            torch.cuda.synchronize(self._device)
+        if self._groups.rank == low:
+            self._outgoing[there].put([message])
+            self._arriving(back, spec).wait()
+        else:
+            arriving = self._arriving(there, spec)
+            arriving.wait()
+            self._outgoing[back].put(arriving.tensors)
+        torch.cuda.synchronize(self._device)
         return time.perf_counter() - start
 
     def drop(self, timeout: float = 5.0) -> None:

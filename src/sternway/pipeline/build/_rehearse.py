@@ -1,0 +1,121 @@
+"""Real steps with the sample, before training: which way to cut the model is faster in truth?
+
+A profile knows what stages cost alone. It does not know what messages cost while all ranks compute and send, and a
+model with two stages on each rank sends twice as many. Stages cannot move between ranks later, so this is the time to
+find out. Gradients, buffers and random numbers are afterwards what they were before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sternway._tree import replace_leaves
+from sternway.pipeline.build._partition import arguments_of
+from sternway.pipeline.build._profile import own_gradients, total_loss
+from sternway.pipeline.forward._record import sample_runs, untouched
+from sternway.pipeline.step._microbatch import Microbatch
+from sternway.pipeline.step._random import own_random_numbers
+from sternway.pipeline.step._result import gather_timeline
+from sternway.pipeline.step._run import RankStep, run_rank
+from sternway.pipeline.step._stage import LossFn, Stage
+from sternway.pipeline.step._times import Spans, StreamClock, StreamTimes
+from sternway.pipeline.transport._clock import clock_offsets
+from sternway.pipeline.transport._facts import StepFacts, checksum
+from sternway.pipeline.transport._routes import Routes
+from sternway.pipeline.transport._transport import Transport
+from sternway.schedule import Costs, Schedule, Timeline, candidates, measured_costs
+
+_STEPS = 3  # the first loads kernels and allocates memory; of the others, the shorter counts
+
+
+class Rehearsal:
+    """Runs steps of a whole model over a transport, with the sample as every microbatch. All ranks do it together.
+
+    The sample and its target are those of the first rank. Without a target, the loss is the sum of the outputs.
+    """
+
+    def __init__(self, transport: Transport, sample: Any, target: Any, loss_fn: LossFn | None) -> None:
+        self._transport, device = transport, transport.device
+        shared = transport.crew().share(_moved(target, torch.device("cpu")) if transport.mine == (0,) else None)[0]
+        arguments, keywords = arguments_of(sample) if sample is not None else ((), {})
+        goal = 0 if shared is None else _moved(shared, device)
+        self._microbatch = Microbatch(arguments, keywords, target=goal)
+        self._loss_fn = loss_fn if shared is not None and loss_fn is not None else total_loss
+        self._offsets = clock_offsets(transport, transport.ranks or 1)
+        self._clock = StreamClock(device) if device.type == "cuda" else None
+
+    def span(self, parts: Mapping[int, nn.Module], schedule: Schedule, costs: Costs, memory_limit: float) -> float:
+        """The seconds of a step among others, once the order fits what the stages cost in it.
+
+        Args:
+            parts: this rank's stages.
+            schedule: the first plan for them.
+            costs: those that it was made for.
+            memory_limit: of the plan that follows from what is measured.
+        """
+        with self._unchanged(parts):
+            first = self._run(parts, schedule)
+            measured = measured_costs(first, costs)
+            better = candidates(schedule, measured, memory_limit=memory_limit, count=1)[0]
+            return min(first.span, self._run(parts, better).span)
+
+    def _run(self, parts: Mapping[int, nn.Module], schedule: Schedule) -> Timeline:
+        last = schedule.num_stages - 1
+        stages = {
+            index: Stage(index, part, is_last=index == last, loss_fn=self._loss_fn if index == last else None)
+            for index, part in parts.items()
+        }
+        routes = Routes(schedule.num_stages, {})
+        self._transport.connect(schedule, routes)
+        facts = StepFacts(training=True, shapes=checksum(f"rehearsal of {schedule.num_stages} stages"))
+        runs = [self._step(stages, schedule, routes, facts) for _ in range(_STEPS)]
+        return min(runs[1:], key=lambda timeline: timeline.span)
+
+    def _step(self, stages: dict[int, Stage], schedule: Schedule, routes: Routes, facts: StepFacts) -> Timeline:
+        (rank,), device = self._transport.mine, self._transport.device
+        times: Spans = []
+        on_gpu = None if self._clock is None else StreamTimes(self._clock)
+        program = run_rank(
+            RankStep(
+                schedule=schedule,
+                rank=rank,
+                stages=stages,
+                routes=routes,
+                microbatches=[self._microbatch] * schedule.n_microbatches,
+                training=True,
+                seed=0,
+                device=device,
+                keep_outputs=False,
+                on_weights_done=lambda stage: None,
+                times=times,
+                stream_times=on_gpu,
+            )
+        )
+        with own_random_numbers(device):
+            self._transport.drive({rank: program}, facts)
+        for stage in stages.values():
+            stage.clear()
+        read = gather_timeline(
+            schedule, self._transport, lambda: {rank: times if on_gpu is None else on_gpu.read()}, self._offsets, 1.0
+        )
+        return read()
+
+    @contextmanager
+    def _unchanged(self, parts: Mapping[int, nn.Module]) -> Iterator[None]:
+        """A block that leaves the model as it was; if a rank fails in it, all do."""
+        modules = list(parts.values())
+        try:
+            with own_gradients(modules), untouched(*modules), sample_runs():
+                yield
+        except BaseException as error:
+            self._transport.fail(error)
+            raise
+
+
+def _moved(tree: Any, device: torch.device) -> Any:
+    return replace_leaves(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, tree)

@@ -1,0 +1,104 @@
+"""Costs from steps that were run: how long each action took, and how long messages were on their way."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from sternway.errors import ScheduleError
+from sternway.schedule._action import Action
+from sternway.schedule._costs import Costs, StageCosts
+from sternway.schedule._depends import KIND
+from sternway.schedule._timeline import Timeline
+
+
+def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> Costs:
+    """Return the costs that measured timelines show, one number for each stage: medians over the microbatches.
+
+    What the steps did not have is taken from ``planned``: where there is B alone, I and W share its time as they do
+    there, and the other way round. A message's time is seen where a rank waits for it; where none waits, ``comm`` is
+    at most the shortest time between an end and the start that needed it.
+
+    Example:
+        >>> from sternway import schedule
+        >>> costs = schedule.Costs(F=(2.0, 3.0), I=(2.0, 2.0), W=(1.0, 1.0), comm=0.5)
+        >>> run = schedule.make("zb-h1", ranks=2, microbatches=4).simulate(costs)
+        >>> measured_costs(run, schedule.Costs()).F
+        (2.0, 3.0)
+
+    Args:
+        timelines: of a step, as ``StepResult.timeline`` has it, or of several, with stages in the same places.
+        planned: for what cannot be seen in them; also for ``memory_after_I``.
+
+    Raises:
+        ScheduleError: there is no F of some stage, or the planned costs are for another number of stages.
+    """
+    runs = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    ScheduleError.unless(
+        bool(runs) and all(isinstance(run, Timeline) for run in runs),
+        "timelines must be a Timeline, or several",
+        timelines,
+        "pass a step's",
+    )
+    ScheduleError.unless(isinstance(planned, Costs), "planned must be a Costs", planned, "pass schedule.Costs()")
+    schedule = runs[0].schedule
+    ScheduleError.unless(
+        all(run.schedule.placement == schedule.placement for run in runs),
+        "the stages of all timelines must be in the same places",
+        [run.schedule.name for run in runs],
+        "pass those of one pipeline",
+    )
+    expected = planned.per_stage(schedule.placement)
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for event in (event for run in runs for rank in run.events for event in rank):
+        if isinstance(event.action, Action):
+            times[event.action.op, event.action.stage].append(event.end - event.start)
+    seen = {key: statistics.median(values) for key, values in times.items()}
+    lacking = [stage for stage in range(schedule.num_stages) if ("F", stage) not in seen]
+    if lacking:
+        raise ScheduleError("a measured step must have F of every stage", got=f"none of {lacking}", fix="pass a step's")
+    i, w, b = zip(*(_backward(seen, stage, expected) for stage in range(schedule.num_stages)), strict=True)
+    return Costs(
+        F=[seen["F", stage] for stage in range(schedule.num_stages)],
+        I=i,
+        W=w,
+        B=b if planned.B is not None or any(op == "B" for op, _ in seen) else None,
+        comm=_comm(runs, planned.comm),
+        memory_after_I=planned.memory_after_I,
+    )
+
+
+def _backward(seen: dict[tuple[str, int], float], stage: int, expected: StageCosts) -> tuple[float, float, float]:
+    """I, W and B of a stage: those that were seen, and the others in the proportions that were expected."""
+    i, w, b = (seen.get((op, stage)) for op in "IWB")
+    apart = expected.I[stage] + expected.W[stage]
+    if i is None or w is None:
+        assert b is not None, "a stage has I and W, or B"
+        share = expected.I[stage] / apart if apart else 0.5
+        whole = b * (apart / expected.B[stage] if expected.B[stage] and apart else 1.0)
+        return share * whole, (1 - share) * whole, b
+    return i, w, b if b is not None else (i + w) * (expected.B[stage] / apart if apart else 1.0)
+
+
+def _comm(runs: list[Timeline], planned: float) -> float:
+    """The median time of a message for which a rank waited; if none did, at most the shortest that it can have been."""
+    gaps = [gap for run in runs for gap in _gaps(run)]
+    waited = [time for time, did_wait in gaps if did_wait]
+    return statistics.median(waited) if waited else min([planned, *(time for time, _ in gaps)])
+
+
+def _gaps(run: Timeline) -> Iterator[tuple[float, bool]]:
+    """From each end to the start that needed its result on another rank: the time, and whether that rank was idle."""
+    ended: dict[tuple[int, int, int], tuple[int, float]] = {}
+    for rank, events in enumerate(run.events):
+        for event in events:
+            for action in event.action.actions:
+                ended[KIND[action.op], action.stage, action.microbatch] = rank, event.end
+    for rank, events in enumerate(run.events):
+        free = 0.0
+        for event in events:
+            for action in (action for action in event.action.actions if action.op != "W"):
+                source = action.stage + (-1 if action.op == "F" else 1)
+                maker, end = ended.get((KIND[action.op], source, action.microbatch), (rank, 0.0))
+                if maker != rank:
+                    yield max(0.0, event.start - end), free <= end
+            free = event.end

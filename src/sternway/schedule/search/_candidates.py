@@ -1,0 +1,57 @@
+"""The few plans that are worth a trial: those that a simulation ranks first, among the orders of one placement."""
+
+from collections.abc import Iterator
+
+from sternway.errors import ScheduleError
+from sternway.schedule._costs import EPSILON, Costs
+from sternway.schedule._schedule import Schedule
+from sternway.schedule.named._make import make, names
+from sternway.schedule.search._fuse import fuse
+from sternway.schedule.search._search import search
+
+
+def candidates(running: Schedule, costs: Costs, *, memory_limit: float, count: int) -> list[Schedule]:
+    """Return the best plans for these costs whose stages are where they are now, the best first.
+
+    They are the result of a search, the named schedules and these with I and W joined where that helps, of which
+    those that stay within the limit are ranked by the time of a step among others. The running schedule takes part.
+
+    Example:
+        >>> from sternway import schedule
+        >>> running = schedule.make("1f1b", ranks=2, microbatches=4)
+        >>> [plan.name for plan in candidates(running, Costs(W=0.5), memory_limit=2, count=2)]
+        ['search', '1f1b']
+
+    Args:
+        running: the schedule whose placement stays.
+        costs: of F, I and W.
+        memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
+        count: how many.
+    """
+    found: list[tuple[tuple[float, float], Schedule]] = []
+    for plan in _plans(running, costs, memory_limit):
+        timeline = plan.simulate(costs)
+        if timeline.peak_memory <= memory_limit + EPSILON or plan is running:
+            found.append(((timeline.period, timeline.makespan), plan))
+    unlike: dict[object, Schedule] = {}
+    for _, plan in sorted(found, key=lambda each: each[0]):
+        unlike.setdefault(plan.actions, plan)
+    return list(unlike.values())[:count]
+
+
+def _plans(running: Schedule, costs: Costs, memory_limit: float) -> Iterator[Schedule]:
+    ranks, microbatches, per_rank = running.ranks, running.n_microbatches, len(running.placement[0])
+    searched = search(
+        costs, ranks=ranks, microbatches=microbatches, memory_limit=memory_limit, stages_per_rank=per_rank
+    )
+    if searched.placement == running.placement:
+        yield searched
+    for name in names():
+        try:
+            named = make(name, ranks=ranks, microbatches=microbatches)
+        except ScheduleError:  # it does not exist for these numbers
+            continue
+        if named.placement == running.placement:
+            yield named
+            yield fuse(named, costs)
+    yield running

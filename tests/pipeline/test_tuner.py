@@ -1,0 +1,251 @@
+"""How "auto" changes its plan between steps: what decides, on times that are given; and that gradients stay right."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+from gloo import on_ranks
+from sternway import schedule
+from sternway.errors import PipelineError
+from sternway.pipeline import Pipeline, Profile, profile
+from sternway.pipeline.build import _plan
+from sternway.pipeline.step._tuner import Tuner
+from sternway.schedule import Costs, Schedule, Timeline
+
+LIMIT = 8.0
+
+
+def run(tuner: Tuner, truth: Costs, steps: int, slow: tuple[str, ...] = ()) -> list[Schedule]:
+    """Run steps that cost what ``truth`` says; those of schedules with names in ``slow`` cost three times as much."""
+    ran = []
+    for _ in range(steps):
+        plan = tuner.schedule
+        factor = 3.0 if plan.name in slow else 1.0
+        ran.append(plan)
+        tuner.note(lambda plan=plan, factor=factor: measured(plan, truth, factor))
+    return ran
+
+
+def measured(plan: Schedule, truth: Costs, factor: float = 1.0) -> Timeline:
+    times = plan.simulate(truth).events
+    return Timeline.measured(
+        plan, [[(factor * event.start, factor * event.end) for event in rank] for rank in times], truth.memory_after_I
+    )
+
+
+def four(name: str = "1f1b") -> Schedule:
+    return schedule.make(name, ranks=4, microbatches=8)
+
+
+def test_the_costs_of_the_run_replace_those_of_the_plan() -> None:
+    truth = Costs(F=(1.0, 2.0, 1.0, 1.0), I=(1.5,) * 4, W=(0.5,) * 4, comm=0.25, memory_after_I=0.9)
+    tuner = Tuner(four("zb-h1"), Costs(memory_after_I=0.9), LIMIT)
+    run(tuner, truth, 5)
+    assert pytest.approx(truth.F) == tuner.costs.F
+    assert pytest.approx(truth.W) == tuner.costs.W
+    assert tuner.costs.comm == pytest.approx(truth.comm)
+
+
+def test_the_fastest_plan_is_kept_and_is_no_slower_than_any_named_one() -> None:
+    truth = Costs(F=1.0, I=1.2, W=0.8, comm=0.2)
+    tuner = Tuner(four(), Costs(), LIMIT)
+    ran = run(tuner, truth, 90)
+    assert len({plan.name for plan in ran}) > 2, "several plans were tried"
+    assert ran[-1] == tuner.schedule
+    kept = ran[-1].simulate(truth).span
+    for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
+        plan = four(name).simulate(truth)
+        assert plan.peak_memory > LIMIT or kept <= plan.span + 1e-9, name
+    kept_plans = [plan for plan in tuner.plans if plan.kept]
+    assert kept_plans[-1].schedule == tuner.schedule
+    assert "kept" in str(kept_plans[-1])
+
+
+def test_what_is_slow_in_truth_is_not_kept_whatever_was_planned() -> None:
+    truth = Costs(F=1.0, I=1.2, W=0.8, comm=0.2)
+    tuner = Tuner(four(), Costs(), LIMIT)
+    run(tuner, truth, 90, slow=("search",))
+    tried = {plan.schedule.name: plan for plan in tuner.plans}
+    assert tried["search"].measured > 2 * tried["search"].planned
+    assert not tried["search"].kept
+    assert tuner.schedule.name != "search"
+
+
+def test_no_plan_exceeds_the_limit() -> None:
+    tuner = Tuner(four(), Costs(), memory_limit=4.0)
+    ran = run(tuner, Costs(F=1.0, I=1.2, W=0.8), 90)
+    assert max(plan.simulate().peak_memory for plan in ran) <= 4.0
+
+
+def test_a_stage_that_becomes_slow_makes_a_new_plan_within_twenty_steps() -> None:
+    before = Costs(F=(1.0,) * 4, I=(1.0,) * 4, W=(1.0,) * 4)
+    after = Costs(F=(1.0, 1.0, 1.3, 1.0), I=(1.0, 1.0, 1.3, 1.0), W=(1.0, 1.0, 1.3, 1.0))
+    tuner = Tuner(four(), Costs(), LIMIT)
+    run(tuner, before, 90)
+    story = len(tuner.plans)
+    settled = tuner.schedule
+    ran = run(tuner, after, 20)
+    assert any(plan != settled for plan in ran)
+    run(tuner, after, 70)
+    assert len(tuner.plans) > story
+    best = schedule.search(after, ranks=4, microbatches=8, memory_limit=LIMIT).simulate(after).span
+    assert tuner.schedule.simulate(after).span <= 1.05 * best
+
+
+def test_steps_that_become_slower_as_a_whole_change_nothing() -> None:
+    costs = Costs(F=(1.0,) * 4, I=(1.0,) * 4, W=(1.0,) * 4)
+    twice = Costs(F=(2.0,) * 4, I=(2.0,) * 4, W=(2.0,) * 4)
+    tuner = Tuner(four(), Costs(), LIMIT)
+    run(tuner, costs, 90)
+    settled, story = tuner.schedule, len(tuner.plans)
+    assert set(run(tuner, twice, 60)) == {settled}
+    assert len(tuner.plans) == story
+
+
+def test_searches_for_nothing_become_rare() -> None:
+    tuner = Tuner(four(), Costs(), LIMIT)
+    noisy = [Costs(F=(1.0 + 0.5 * (i // 7 % 2), 1.0, 1.0, 1.0), I=(1.0,) * 4, W=(1.0,) * 4) for i in range(1400)]
+    for truth in noisy:
+        run(tuner, truth, 1)
+    early = sum(plan.step < 700 for plan in tuner.plans)
+    assert sum(plan.step >= 700 for plan in tuner.plans) < early
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.1))
+
+
+def train(rank: int, sample: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(block() for _ in range(6)))
+    alone = copy.deepcopy(model).eval()
+    x, target = torch.randn(16, 8), torch.randn(16, 8)
+    pipe = Pipeline(
+        model.eval(), schedule="auto", n_microbatches=4, loss_fn=F.mse_loss, sample=x[:4] if sample else None
+    )
+    F.mse_loss(alone(x), target).backward()
+    reference = dict(alone.named_parameters())
+    ran = []
+    for number in range(60):
+        ran.append(pipe.schedule)
+        result = pipe.step(x, target=target, record=number > 0)
+        if number == 0:
+            assert result.timeline is None, "it was not asked for"
+        else:
+            assert result.timeline is not None
+            assert result.timeline.schedule == ran[-1], "the schedule is that of the next step"
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, reference[name].grad)
+            parameter.grad = None
+    assert len({plan.actions for plan in ran}) > 1, "several orders were run"
+    assert pipe.plans
+    assert sum(plan.kept for plan in pipe.plans) >= 1
+    orders = pipe.transport.crew().share([plan.actions for plan in ran])
+    assert all(order == orders[0] for order in orders), "all ranks changed before the same steps"
+    assert pipe.schedule.name in repr(pipe)
+    pipe.close()
+
+
+@pytest.mark.parametrize("sample", [True, False])
+def test_real_steps_have_the_gradients_of_one_process_in_every_order(sample: bool) -> None:
+    on_ranks(2, train, sample)
+
+
+def keep(rank: int) -> None:
+    x = torch.randn(8, 8)
+    options = {"n_microbatches": 4, "loss_fn": F.mse_loss}
+    for pipe in (
+        Pipeline(nn.Sequential(block(), block()), schedule="auto", tune=False, **options),
+        Pipeline(nn.Sequential(block(), block()), schedule="zb-h1", **options),
+    ):
+        first = pipe.schedule
+        for _ in range(12):
+            pipe.step(x, target=x)
+            assert pipe.schedule is first
+        assert pipe.plans == ()
+        pipe.close()
+
+
+def test_a_schedule_that_was_named_stays() -> None:
+    on_ranks(2, keep)
+
+
+def rehearse(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in range(6)))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x, random = torch.randn(4, 8), torch.get_rng_state()
+    first = {"sample": x, "sample_target": x} if rank == 0 else {}
+    pipe = Pipeline(model, schedule="auto", n_microbatches=4, loss_fn=F.mse_loss, **first)
+    assert torch.equal(torch.get_rng_state(), random)
+    for name, value in pipe.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for parameter in pipe.parameters():
+        assert torch.equal(parameter.grad, torch.ones_like(parameter))
+    assert pipe.costs.comm > 0
+    pipe.close()
+
+
+def test_steps_with_the_sample_leave_the_model_as_it_was() -> None:
+    on_ranks(2, rehearse)
+
+
+def fail_in_the_sample(rank: int) -> None:
+    def broken(output: Tensor, target: Tensor) -> Tensor:
+        if rank == 1 or not output.shape[0] == 4:
+            raise ValueError("no such loss")
+        return F.mse_loss(output, target)
+
+    x = torch.randn(4, 8)
+    first = {"sample": x, "sample_target": x} if rank == 0 else {}
+    with pytest.raises(PipelineError) as raised:
+        Pipeline(nn.Sequential(block(), block(), block(), block()), n_microbatches=4, loss_fn=broken, **first)
+    assert rank == 0 or "no such loss" in str(raised.value)
+
+
+def test_a_loss_that_fails_on_one_rank_fails_on_all() -> None:
+    on_ranks(2, fail_in_the_sample)
+
+
+def copies(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    alone = copy.deepcopy(model)
+    x, target = torch.randn(8, 8), torch.randn(8, 8)
+
+    def other(*args: Any, **kwargs: Any) -> Profile:
+        """What each copy measures: to the first, W costs nothing; to the second, much."""
+        found = profile(*args, **kwargs)
+        return replace(found, W=tuple((rank // 2) * 10.0 * f for f in found.F), B=tuple(2 * f for f in found.F))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_plan, "profile", other)
+        pipe = Pipeline(
+            model, schedule="auto", n_microbatches=4, loss_fn=F.mse_loss, sample=x[:1], sample_target=x[:1], mesh=mesh
+        )
+    half = slice(0, 4) if rank < 2 else slice(4, 8)
+    for _ in range(3):
+        pipe.step(x[half], target=target[half])
+    for _ in range(3):
+        F.mse_loss(alone(x), target).backward()
+    reference = dict(alone.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, reference[name].grad)
+    plans = pipe.transport.crew_apart([0, 1, 2, 3]).share(pipe.schedule.actions)
+    assert all(plan == plans[0] for plan in plans)
+    pipe.close()
+
+
+def test_copies_take_the_plan_of_the_first() -> None:
+    on_ranks(4, copies)
