@@ -1,4 +1,4 @@
-"""Makes the picture of the playground, after ``make docs``: ``python docs/images/make_playground.py``. Needs Chromium."""
+"""Makes the picture of the playground: ``python docs/images/make_playground.py``, after ``make docs``."""
 
 import sys
 import time
