@@ -13,10 +13,15 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from gloo import on_ranks
 
 ROOT = Path(__file__).parents[1]
 
@@ -78,23 +83,50 @@ def programs(page: str, *, apart: bool = False) -> list[Program]:
     return [program for program in found if program.source.strip()]
 
 
-def run(program: Program, folder: Path, *, python: str | Path = sys.executable) -> str:
-    """What it prints in another process, of this Python unless another is given. Its own warnings are errors.
+def run(program: Program, folder: Path) -> str:
+    """What it prints, rank after rank. Its processes are forked from a warm one, which saves most of the time.
 
     Raises:
-        AssertionError: if it fails.
+        AssertionError: if it fails; a warning of a program with one process is a failure, too.
     """
-    file = folder / "train.py"
-    others = "import zoo.libraries\n" if program.needs else ""  # before any of these packages
-    file.write_text(others + program.source)
-    inductors = "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"  # its own import, on the CPU
-    strict = [] if program.needs else ["-W", "error", "-W", inductors]
-    command = [str(python), *strict, str(file)]
+    if program.needs:  # what these packages import and warn of is not for the warm process
+        return run_alone(program, folder, sys.executable)
+    _write(program, folder)
+    on_ranks(program.ranks, _play, str(folder), program.ranks == 1, join=_as_torchrun)
+    return "".join((folder / f"printed-{rank}").read_text() for rank in range(program.ranks))
+
+
+def run_alone(program: Program, folder: Path, python: str | Path) -> str:
+    """What it prints as a reader would run it: by this Python, or by its torchrun."""
+    command = [str(python)]
     if program.ranks > 1:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(program.ranks)]
-        command = [str(python), *torchrun, str(file)]
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(program.ranks)]
     path = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
+    command.append(str(_write(program, folder)))
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def _write(program: Program, folder: Path) -> Path:
+    file = folder / "train.py"
+    others = "import zoo.libraries\n" if program.needs else ""  # before any of these packages
+    file.write_text(others + program.source)
+    return file
+
+
+def _as_torchrun(rank: int, world: int, port: int) -> None:
+    """Set the variables by which a process knows its place; the program joins the others itself."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(number) for name, number in place.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def _play(rank: int, folder: str, strict: bool) -> None:
+    os.chdir(folder)
+    if strict:
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".torch.jit.script_method. is deprecated", DeprecationWarning)  # Inductor's
+    with open(f"printed-{rank}", "w") as printed, redirect_stdout(printed), suppress(SystemExit):
+        runpy.run_path("train.py", run_name="__main__")

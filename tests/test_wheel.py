@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pages import ROOT, programs, run
+from pages import ROOT, programs, run_alone
 
 
 def _run(*command: str | Path) -> str:
@@ -85,4 +85,4 @@ def test_installs_in_a_bare_environment_and_passes_doctor(
     assert json.loads(_run(bare / "bin" / "sternway", "doctor", "--json"))["well"]
 
     quick_start = next(block for block in programs((ROOT / "README.md").read_text(), apart=True) if block.ranks > 1)
-    assert "step 2: loss" in run(quick_start, tmp_path, python=bare / "bin" / "python")
+    assert "step 2: loss" in run_alone(quick_start, tmp_path, bare / "bin" / "python")
