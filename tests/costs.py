@@ -29,6 +29,8 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_fit.py::test_what_does_not_fit_says_what_is_lacking": ("slow",),
     "pipeline/test_lives.py": ("dist", "slow"),
     "pipeline/test_lost_rank.py": ("dist",),
+    "pipeline/test_memory.py": ("slow",),
+    "pipeline/test_memory.py::test_real_processes_stay_within_the_limit": ("dist",),
     "pipeline/test_messages.py::test_more_than_62_tensors_in_one_message": ("dist",),
     "pipeline/test_models_dist.py": ("dist", "slow"),
     "pipeline/test_no_barrier.py": ("dist",),

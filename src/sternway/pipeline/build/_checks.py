@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from sternway.errors import PipelineError
-from sternway.pipeline.build._plan import BuildPlan, BuildRequest
+from sternway.pipeline.build._plan import BuildPlan
+from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._weights import is_empty
 from sternway.pipeline.step._microbatch import ChunkSpec
 from sternway.pipeline.step._scaler import GradScaler
