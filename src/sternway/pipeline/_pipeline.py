@@ -15,7 +15,7 @@ from sternway._bytes import parse_bytes
 from sternway._torch import require
 from sternway.errors import PipelineError
 from sternway.pipeline.build._agree import agreed_plan, describe, make_stages, make_tuner
-from sternway.pipeline.build._checks import check_arguments, check_weights, checked_skips
+from sternway.pipeline.build._checks import check_arguments, check_plain, check_weights, checked_skips
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest
@@ -129,6 +129,7 @@ class Pipeline:
             chunk=chunk, loss_fn=loss_fn, reports=reports, mesh=mesh, scaler=scaler, reduce_dtype=reduce_dtype,
         )  # fmt: skip
         check_weights(stages, weights, device)
+        check_plain(stages)
         place = None if weights is None else device_of(device or "cpu")
         self.transport = transport or default_transport(mesh, dynamic, heartbeat_timeout)
         self.transport.place(devices_of(stages) if place is None else [place])
