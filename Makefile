@@ -2,6 +2,7 @@
 #   make test    every test that needs no GPU, on JOBS cores: 20 minutes on two
 #   make quick   those that run in one process and take no compiler or browser: 3 minutes
 #   make zoo     the tests of models of transformers, timm, diffusers and PEFT, in a .venv-zoo of their own
+#   make docs    the documentation site, in build/site, with its links checked and its pages opened in Chromium
 #   make check   what CI runs: format, lint, types, room order, every test, coverage
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ ZOO := .venv-zoo
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup demo atlas test quick opsweep upstream zoo zoo-table check lint format bench clean
+.PHONY: setup demo atlas test quick docs opsweep upstream zoo zoo-table check lint format bench clean
 
 setup: $(READY)
 
@@ -34,6 +35,14 @@ test: $(READY)
 quick: $(READY)
 	$(PYTEST) -m 'not (dist or browser or slow or gpu)'
 
+docs: $(VENV)/.ready-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	STERNWAY_SITE=build/site $(BIN)/python -m pytest tests/docs --numprocesses 0 --deselect tests/docs/test_docs_code.py
+
+$(VENV)/.ready-docs: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 opsweep: $(READY) # every sample of torch's own operator and module tests; what differs, by cause
 	$(BIN)/python tests/upstream/opsweep.py --verbose
 
@@ -41,7 +50,7 @@ upstream: $(READY) # PyTorch's own tests on ours: make upstream TORCH_TESTS=<the
 	$(BIN)/python tests/upstream/judge.py $(TORCH_TESTS) --jobs $(JOBS)
 
 zoo: $(ZOO)/.ready
-	$(ZOO)/bin/python -m pytest tests/zoo --numprocesses $(JOBS) --dist worksteal
+	$(ZOO)/bin/python -m pytest tests/zoo tests/docs/test_docs_code.py --numprocesses $(JOBS) --dist worksteal
 
 zoo-table: $(ZOO)/.ready # the table of docs/models.md
 	PYTHONPATH=tests:benchmarks $(ZOO)/bin/python -m zoo.table

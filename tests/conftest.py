@@ -75,4 +75,4 @@ def browser(_running_browser: Browser) -> Iterator[Browser]:
     _running_browser.requests.clear()
     yield _running_browser
     assert _running_browser.errors == []
-    assert all(url.startswith(("file:", "about:")) for url in _running_browser.requests)
+    assert all(url.startswith(("file:", "about:", "data:", "blob:")) for url in _running_browser.requests)

@@ -71,8 +71,9 @@ def _rank(
         join(rank, world, port)
         torch.manual_seed(0)
         function(rank, *arguments)
-        dist.barrier()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         errors.put((rank, traceback.format_exc()))
         raise SystemExit(1) from None

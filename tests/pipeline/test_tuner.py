@@ -16,7 +16,7 @@ from gloo import on_ranks
 from sternway import schedule
 from sternway.errors import PipelineError
 from sternway.pipeline import Pipeline, Profile, profile
-from sternway.pipeline.build import _plan
+from sternway.pipeline.build import _options
 from sternway.pipeline.step._tuner import Tuner
 from sternway.schedule import Costs, Schedule, Timeline
 
@@ -230,7 +230,7 @@ def copies(rank: int) -> None:
         return replace(found, W=tuple((rank // 2) * 10.0 * f for f in found.F), B=tuple(2 * f for f in found.F))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_plan, "profile", other)
+        patch.setattr(_options, "profile", other)
         pipe = Pipeline(
             model, schedule="auto", n_microbatches=4, loss_fn=F.mse_loss, sample=x[:1], sample_target=x[:1], mesh=mesh
         )

@@ -8,9 +8,10 @@ result = pipe.step(inputs, target=target)
 """
 
 from sternway.pipeline._pipeline import Pipeline
-from sternway.pipeline.build._fit import Fit, RankBytes, Way, fit
+from sternway.pipeline.build._fit import Fit, Way, fit
 from sternway.pipeline.build._plan import partition
 from sternway.pipeline.build._profile import Profile, profile
+from sternway.pipeline.build._rank_bytes import RankBytes
 from sternway.pipeline.checkpoint._saving import CheckpointWarning, Resumed, Saving
 from sternway.pipeline.pretrained._load import from_pretrained
 from sternway.pipeline.step._microbatch import Chunk, Presplit, Replicate

@@ -11,11 +11,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from sternway._bytes import parse_bytes
 from sternway._torch import require
 from sternway.errors import PipelineError
 from sternway.pipeline.build._agree import agreed_plan, describe, make_stages, make_tuner
-from sternway.pipeline.build._checks import check_arguments, check_weights, checked_skips
-from sternway.pipeline.build._plan import BuildRequest
+from sternway.pipeline.build._checks import check_arguments, check_plain, check_weights, checked_skips
+from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest
 from sternway.pipeline.checkpoint._saving import Resumed, Saving
@@ -64,6 +65,9 @@ class Pipeline:
         sample_target: its target, to measure the loss, too.
         memory_limit: how many microbatches' activations a rank may keep, as F leaves them; for "auto", twice the ranks
             by default, of what I leaves if that is more.
+        memory: what each rank has: bytes, or text such as "20GB". What a plan holds is counted as by ``fit``, AdamW's
+            state included; "auto" takes the fastest plan within it, and computes blocks again if it must. If none fits,
+            or the named schedule does not, that is an error. Needs ``sample``.
         ranks: the number of ranks; the transport's by default.
         transport: ``DistTransport()`` over all processes by default.
         tied: groups of names of parameters that are one parameter: gradients are summed, values kept equal.
@@ -102,6 +106,7 @@ class Pipeline:
         sample: Any = None,
         sample_target: Any = None,
         memory_limit: float | None = None,
+        memory: int | str | None = None,
         ranks: int | None = None,
         transport: Transport | None = None,
         tied: Sequence[Sequence[str]] = (),
@@ -124,6 +129,7 @@ class Pipeline:
             chunk=chunk, loss_fn=loss_fn, reports=reports, mesh=mesh, scaler=scaler, reduce_dtype=reduce_dtype,
         )  # fmt: skip
         check_weights(stages, weights, device)
+        check_plain(stages)
         place = None if weights is None else device_of(device or "cpu")
         self.transport = transport or default_transport(mesh, dynamic, heartbeat_timeout)
         self.transport.place(devices_of(stages) if place is None else [place])
@@ -133,7 +139,7 @@ class Pipeline:
         self._everyone = None if mesh is None else mesh.mesh.flatten().tolist()
         request = BuildRequest(
             stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place,
-            self._everyone,
+            self._everyone, None if memory is None else parse_bytes(memory, "memory", PipelineError),
         )  # fmt: skip
         self._plan = agreed_plan(request, self.transport)
         first, self.profile = self._plan.schedule, self._plan.profile

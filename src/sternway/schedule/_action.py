@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 from sternway.errors import ScheduleError
 
 Op: TypeAlias = Literal["F", "I", "W", "B"]
+"""Forward; backward to the input; backward to the weights; both halves of the backward at once."""
 
 OPS: tuple[Op, ...] = ("F", "I", "W", "B")
 _ACTION = re.compile(r"(0|[1-9][0-9]*)([FIWB])(0|[1-9][0-9]*)")

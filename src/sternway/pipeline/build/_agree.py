@@ -9,7 +9,9 @@ from typing import Any
 from sternway._bytes import show_bytes
 from sternway.errors import PipelineError
 from sternway.pipeline.build._checks import check_placement
-from sternway.pipeline.build._plan import BuildPlan, BuildRequest, Draft, choose, draft_plans, limit_of, make_plan
+from sternway.pipeline.build._options import Draft, choose, draft_plans
+from sternway.pipeline.build._plan import BuildPlan, make_plan
+from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.step._stage import LossFn, Stage
 from sternway.pipeline.step._tuner import Tuner
@@ -69,7 +71,7 @@ def make_tuner(plan: BuildPlan, request: BuildRequest, transport: Transport) -> 
     """
     if request.schedule != "auto" or not transport.mine or request.ranks == 1:
         return None
-    return Tuner(plan.schedule, plan.costs, limit_of(request, plan.costs))
+    return Tuner(plan.schedule, plan.costs, plan.limit, None if plan.room is None else plan.room.fits)
 
 
 def describe(plan: BuildPlan, transport: Transport, nbytes: int) -> str:
@@ -88,6 +90,14 @@ def describe(plan: BuildPlan, transport: Transport, nbytes: int) -> str:
     if plan.costs == Costs():
         lines.append(f"  planned   bubble {timeline.bubble_rate:.1%}, if F, I and W take equally long")
     else:
-        memory = "" if peaks is None else f", activations of at most {show_bytes(max(peaks))} on a rank"
+        memory = (
+            ""
+            if peaks is None or plan.room is not None
+            else f", activations of at most {show_bytes(max(peaks))} on a rank"
+        )
         lines.append(f"  planned   {1e3 * timeline.makespan:.2f} ms, bubble {timeline.bubble_rate:.1%}{memory}")
+    if plan.room is not None:
+        again = ", blocks computed again" if plan.room.recompute else ""
+        peak = show_bytes(plan.room.peak(schedule))
+        lines.append(f"  memory    at most {peak} of {show_bytes(plan.room.limit)} on a rank, with AdamW{again}")
     return "\n".join(lines)

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from sternway.errors import PipelineError
-from sternway.pipeline.build._plan import BuildPlan, BuildRequest
+from sternway.pipeline.build._plan import BuildPlan
+from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._weights import is_empty
 from sternway.pipeline.step._microbatch import ChunkSpec
 from sternway.pipeline.step._scaler import GradScaler
@@ -71,6 +74,21 @@ def check_weights(stages: Any, weights: Any, device: Any) -> None:
             got=type(stages).__name__,
             fix="leave weights= out, or make the model in a block torch.device('meta')",
         )
+
+
+def check_plain(stages: Any) -> None:
+    """Raise if another kind of parallelism has sharded what a stage has: gradients and checkpoints would be wrong."""
+    for module in [stages] if isinstance(stages, nn.Module) else stages.values():
+        if not isinstance(module, nn.Module):
+            continue
+        sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
+        sharded += [name for name, each in module.named_modules() if isinstance(each, FullyShardedDataParallel)]
+        if sharded:
+            raise PipelineError(
+                "a pipeline cannot have sharded stages",
+                got=f"{sharded[0] or type(module).__name__}, sharded by FSDP or parallelize_module",
+                fix="pass plain modules; mesh= gives copies of the pipeline (docs/sharded.md)",
+            )
 
 
 def check_placement(plan: BuildPlan, request: BuildRequest, transport: Transport) -> None:

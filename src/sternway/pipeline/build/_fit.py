@@ -7,16 +7,12 @@ most is reached while some action runs.
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from sternway import schedule as schedules
 from sternway._bytes import parse_bytes, show_bytes
@@ -25,42 +21,13 @@ from sternway._torch.memory import without_memory
 from sternway._tree import replace_leaves
 from sternway.errors import PipelineError, ScheduleError, SternwayError
 from sternway.pipeline.build._partition import Layout, arguments_of, lay_out
-from sternway.pipeline.build._profile import total_loss
+from sternway.pipeline.build._rank_bytes import OPTIMIZERS, RankBytes, rank_bytes
+from sternway.pipeline.build._shadow import blank, own_or_total, recompute_blocks, shadow
 from sternway.pipeline.build._weigh import StageWeight, weigh
 from sternway.pipeline.forward._record import sample_runs
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn
 from sternway.schedule import Costs, Schedule
-
-OPTIMIZERS = {"none": 0.0, "sgd": 0.0, "momentum": 1.0, "adam": 2.0, "adamw": 2.0}
-"""How many times the bytes of the parameters that it trains an optimizer keeps."""
-
-_MESSAGES = 6  # on their way to and from a rank: asked for ahead, being read, not yet sent
-
-
-@dataclass(frozen=True, slots=True)
-class RankBytes:
-    """What one rank holds when it holds most.
-
-    Attributes:
-        stages: the stages of the rank.
-        parameters: parameters and buffers.
-        gradients: of the parameters.
-        optimizer: the optimizer's state.
-        activations: what F and I keep for later.
-        working: what the action that runs then takes beyond that, and messages.
-    """
-
-    stages: tuple[int, ...]
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    working: int
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.working
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +158,9 @@ def fit(
     if not isinstance(model, nn.Module):
         model, sample = _called(model, sample)
     with without_memory():
-        made = _shadow(model)
-        arguments, keywords = arguments_of(replace_leaves(_blank, sample))
-        microbatch = Microbatch(arguments, keywords, target=0 if target is None else replace_leaves(_blank, target))
+        made = shadow(model)
+        arguments, keywords = arguments_of(replace_leaves(blank, sample))
+        microbatch = Microbatch(arguments, keywords, target=0 if target is None else replace_leaves(blank, target))
         with sample_runs():
             problem = _Problem(made, microbatch, loss_fn, OPTIMIZERS[optimizer])
             ways = [way for recompute in (False, True) for way in problem.ways(plans, recompute)]
@@ -256,7 +223,7 @@ class _Problem:
 
     def ways(self, plans: Sequence[Schedule], recompute: bool) -> Iterator[Way]:
         """One way for each schedule that places as many stages as the model can be cut into."""
-        if recompute and not _recompute_blocks(self._model, self.layout):
+        if recompute and not recompute_blocks(self._model, self.layout, randomly=False):
             return
         for count in sorted({plan.num_stages for plan in plans}):
             if count > len(self._costs):
@@ -269,59 +236,10 @@ class _Problem:
                     yield self._way(plan, weights, recompute)
 
     def _weights(self, starts: Sequence[int]) -> list[StageWeight]:
-        return weigh(self.layout.cut(self._model, starts).parts(), self._microbatch, self._loss_fn or _own_or_total)
+        return weigh(self.layout.cut(self._model, starts).parts(), self._microbatch, self._loss_fn or own_or_total)
 
     def _way(self, plan: Schedule, weights: list[StageWeight], recompute: bool) -> Way:
         costs = Costs(**{op: [float(each.actions[op].flops) for each in weights] for op in "FIWB"})  # type: ignore[index,arg-type]
         ideal = self._ideal * plan.n_microbatches / plan.ranks
-        ranks = tuple(self._rank(plan, rank, weights) for rank in range(plan.ranks))
+        ranks = rank_bytes(plan, weights, self._kept)
         return Way(plan, recompute, ranks, plan.simulate(costs).period / ideal)
-
-    def _rank(self, plan: Schedule, rank: int, weights: list[StageWeight]) -> RankBytes:
-        mine = [weights[stage] for stage in plan.placement[rank]]
-        held, most = 0, (0, 0)
-        for action in (action for step in plan.actions[rank] for action in step.actions):
-            each = weights[action.stage].actions[action.op]
-            most = max(most, (held + each.peak, held))
-            held += each.left
-        gradients = sum(each.gradients for each in mine)
-        messages = _MESSAGES * max(each.message for each in mine)
-        return RankBytes(
-            plan.placement[rank],
-            sum(each.parameters for each in mine),
-            gradients,
-            int(self._kept * gradients),
-            most[1],
-            most[0] - most[1] + messages,
-        )
-
-
-def _own_or_total(output: Any, target: Any) -> Tensor:
-    """A loss by default: the model's own, or the sum of all outputs that require gradients."""
-    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    return own if isinstance(own, Tensor) else total_loss(output, target)
-
-
-def _blank(leaf: Any) -> Any:
-    """A tensor of the same shape, without memory."""
-    return torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
-
-
-def _shadow(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters, buffers and other tensors are without memory."""
-    held = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
-    memo: dict[int, Any] = {id(tensor): _blank(tensor) for tensor in (*model.buffers(), *held)}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(_blank(parameter), requires_grad=parameter.requires_grad)
-    return copy.deepcopy(model, memo)
-
-
-def _recompute_blocks(model: nn.Module, layout: Layout) -> bool:
-    """Put the blocks that a model repeats under activation checkpointing; whether there are some."""
-    pieces = {name: model.get_submodule(name) for name, _ in layout.calls}
-    kinds = Counter(type(module) for module in pieces.values())
-    blocks = [module for module in pieces.values() if kinds[type(module)] > 1]
-    for block in blocks:
-        plain = block.forward
-        block.forward = functools.partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=False)
-    return bool(blocks)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from sternway._tree import replace_leaves
 from sternway.pipeline.build._partition import arguments_of
 from sternway.pipeline.build._profile import own_gradients, total_loss
+from sternway.pipeline.build._room import Room
 from sternway.pipeline.forward._record import sample_runs, untouched
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._random import own_random_numbers
@@ -49,7 +50,14 @@ class Rehearsal:
         self._offsets = clock_offsets(transport, transport.ranks or 1)
         self._clock = StreamClock(device) if device.type == "cuda" else None
 
-    def span(self, parts: Mapping[int, nn.Module], schedule: Schedule, costs: Costs, memory_limit: float) -> float:
+    def span(
+        self,
+        parts: Mapping[int, nn.Module],
+        schedule: Schedule,
+        costs: Costs,
+        memory_limit: float,
+        room: Room | None = None,
+    ) -> float:
         """The seconds of a step among others, once the order fits what the stages cost in it.
 
         Args:
@@ -57,11 +65,13 @@ class Rehearsal:
             schedule: the first plan for them.
             costs: those that it was made for.
             memory_limit: of the plan that follows from what is measured.
+            room: its bytes, if they are limited.
         """
         with self._unchanged(parts):
             first = self._run(parts, schedule)
             measured = measured_costs(first, costs)
-            better = candidates(schedule, measured, memory_limit=memory_limit, count=1)[0]
+            fits = None if room is None else room.fits
+            better = candidates(schedule, measured, memory_limit=memory_limit, count=1, fits=fits)[0]
             return min(first.span, self._run(parts, better).span)
 
     def _run(self, parts: Mapping[int, nn.Module], schedule: Schedule) -> Timeline:

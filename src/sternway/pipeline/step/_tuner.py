@@ -63,6 +63,7 @@ class Tuner:
         schedule: the first plan.
         costs: those that it was planned for.
         memory_limit: of every plan, in forwards of one microbatch through one rank's share.
+        fits: whether a plan is allowed; all within the limit are by default.
 
     Attributes:
         schedule: the plan of the next step.
@@ -70,9 +71,15 @@ class Tuner:
         plans: what was tried.
     """
 
-    def __init__(self, schedule: Schedule, costs: Costs, memory_limit: float) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        memory_limit: float,
+        fits: Callable[[Schedule], bool] | None = None,
+    ) -> None:
         self.schedule, self.costs, self.plans = schedule, costs, list[TriedPlan]()
-        self._limit, self._step = memory_limit, 0
+        self._limit, self._fits, self._step = memory_limit, fits, 0
         self._story = self._tell()
         next(self._story)
 
@@ -99,7 +106,7 @@ class Tuner:
             yield from self._until_drift(calm)
 
     def _candidates(self, count: int) -> list[Schedule]:
-        return candidates(self.schedule, self.costs, memory_limit=self._limit, count=count)
+        return candidates(self.schedule, self.costs, memory_limit=self._limit, count=count, fits=self._fits)
 
     def _wait(self) -> Generator[Schedule, Measured, None]:
         for _ in range(_LATER):

@@ -1,6 +1,6 @@
 """The few plans that are worth a trial: those that a simulation ranks first, among the orders of one placement."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from sternway.errors import ScheduleError
 from sternway.schedule._costs import EPSILON, Costs
@@ -10,7 +10,14 @@ from sternway.schedule.search._fuse import fuse
 from sternway.schedule.search._search import search
 
 
-def candidates(running: Schedule, costs: Costs, *, memory_limit: float, count: int) -> list[Schedule]:
+def candidates(
+    running: Schedule,
+    costs: Costs,
+    *,
+    memory_limit: float,
+    count: int,
+    fits: Callable[[Schedule], bool] | None = None,
+) -> list[Schedule]:
     """Return the best plans for these costs whose stages are where they are now, the best first.
 
     They are the result of a search, the named schedules and these with I and W joined where that helps, of which
@@ -27,11 +34,13 @@ def candidates(running: Schedule, costs: Costs, *, memory_limit: float, count: i
         costs: of F, I and W.
         memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
         count: how many.
+        fits: whether a plan is allowed; all within the limit are by default. The running one always takes part.
     """
     found: list[tuple[tuple[float, float], Schedule]] = []
     for plan in _plans(running, costs, memory_limit):
         timeline = plan.simulate(costs)
-        if timeline.peak_memory <= memory_limit + EPSILON or plan is running:
+        within = timeline.peak_memory <= memory_limit + EPSILON and (fits is None or fits(plan))
+        if within or plan is running:
             found.append(((timeline.period, timeline.makespan), plan))
     unlike: dict[object, Schedule] = {}
     for _, plan in sorted(found, key=lambda each: each[0]):

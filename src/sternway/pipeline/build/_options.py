@@ -1,0 +1,232 @@
+"""The ways to cut a whole model, each with a schedule for it, and which of them is the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from sternway import schedule as schedules
+from sternway.errors import PipelineError
+from sternway.pipeline.build._partition import Layout, lay_out, weights
+from sternway.pipeline.build._profile import Profile, profile
+from sternway.pipeline.build._rehearse import Rehearsal
+from sternway.pipeline.build._request import BuildRequest
+from sternway.pipeline.build._room import Room, no_room, rooms
+from sternway.pipeline.build._shadow import recomputing
+from sternway.pipeline.build._weights import on_zeros
+from sternway.pipeline.forward._part import ModelPart
+from sternway.pipeline.transport._crew import Outcome
+from sternway.pipeline.transport._transport import Transport
+from sternway.schedule import Costs, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOption:
+    """One way to cut the model, with the schedule for it."""
+
+    starts: list[int]
+    schedule: Schedule
+    costs: Costs
+    limit: float
+    room: Room | None = None
+
+    def cost(self) -> tuple[float, float]:
+        """The time of a step among others, and that of one alone."""
+        timeline = self.schedule.simulate(self.costs)
+        return timeline.period, timeline.makespan
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What is known about a whole model before its plan is chosen. It is the same on all ranks."""
+
+    layout: Layout
+    measured: Profile | None
+    options: list[PlanOption]
+
+
+def draft_plans(request: BuildRequest, transport: Transport) -> Draft | None:
+    """The ways to cut a whole model, each with its schedule; None if stages were passed one by one."""
+    if not isinstance(request.stages, nn.Module):
+        return None
+    model, counts, named = request.stages, _stage_counts(request), _named_cuts(request)
+    layout = _agreed_layout(request, model, min(counts), named, transport)
+    measured = None if request.weights is not None else _measure(request, model, layout, transport)
+    if named is not None:
+        ways = [layout.starts(named)]
+    else:
+        costs = weights(model, layout) if measured is None else measured.totals
+        if measured is None:  # nobody knows what messages cost, and two stages on each rank send twice as many
+            counts = counts[:1]
+        counts = [count for count in counts if count <= len(layout.names)] or counts[:1]
+        ways = [layout.balanced(costs, count) for count in counts]
+    if request.memory is None:
+        return Draft(layout, measured, [_option(request, starts, measured) for starts in ways])
+    found = _agreed_rooms(request, model, layout, ways, transport)
+    options = [
+        _option(request, starts, measured, room) for starts, each in zip(ways, found, strict=True) for room in each
+    ]
+    fitting = [option for option in options if option.room is not None and option.room.fits(option.schedule)]
+    if not fitting:
+        smallest = min(options, key=lambda option: option.room.peak(option.schedule) if option.room else 0)
+        assert smallest.room is not None
+        raise no_room(request.memory, smallest.room.ranks(smallest.schedule), smallest.schedule.name)
+    return Draft(layout, measured, fitting)
+
+
+def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOption:
+    """The best way to cut the model: by simulation, or in steps with the sample if there are processes to run them.
+
+    Copies of a pipeline take what the first one finds. If a step fails, the transport is closed on all ranks.
+    """
+    if draft.measured is None or not transport.mine or len(draft.options) == 1:
+        return min(draft.options, key=lambda option: option.cost())
+    assert isinstance(request.stages, nn.Module)
+    rehearsal = Rehearsal(transport, request.sample, request.sample_target, request.loss_fn)
+    spans = []
+    for option in draft.options:
+        again = option.room is not None and option.room.recompute
+        with recomputing(request.stages, draft.layout) if again else nullcontext():
+            cut = draft.layout.cut(request.stages, option.starts)
+            parts = {index: ModelPart(cut, index) for index in stages_here(request, transport, option.schedule)}
+            spans.append(rehearsal.span(parts, option.schedule, option.costs, option.limit, option.room))
+    if request.everyone is not None:
+        spans = transport.crew_apart(request.everyone).share(spans)[0]
+    return draft.options[spans.index(min(spans))]
+
+
+def _named_cuts(request: BuildRequest) -> Sequence[str] | None:
+    """The modules at which stages begin, if they are named."""
+    cuts = request.cuts
+    if isinstance(cuts, str):
+        if cuts != "balanced":
+            raise PipelineError('cuts must be module names, or "balanced"', got=repr(cuts), fix='pass cuts="balanced"')
+        return None
+    PipelineError.unless(
+        isinstance(cuts, Sequence) and all(isinstance(name, str) for name in cuts),
+        'cuts must be names of modules that the forward calls, or "balanced"',
+        cuts,
+        "pass a list of names",
+    )
+    return cuts
+
+
+def _stage_counts(request: BuildRequest) -> list[int]:
+    """The numbers of stages that are compared: for "auto" one on each rank, and two; else that of the schedule."""
+    wanted, ranks = request.schedule, request.ranks
+    if isinstance(wanted, Schedule):
+        return [wanted.num_stages]
+    if wanted == "auto":
+        return [ranks, 2 * ranks]
+    return [schedules.make(wanted, ranks=ranks, microbatches=request.n_microbatches or ranks).num_stages]
+
+
+def _agreed_layout(
+    request: BuildRequest, model: nn.Module, count: int, named: Sequence[str] | None, transport: Transport
+) -> Layout:
+    """Where the model can be cut: as the first rank finds, so that all decide alike."""
+
+    def find() -> Layout:
+        if request.weights is not None and request.sample is None:
+            raise PipelineError(
+                "a model without weights needs a sample, on the first rank",
+                got="none",
+                fix="pass sample=, arguments of the model: one row",
+            )
+        whole = model if request.weights is None else on_zeros(model)
+        return lay_out(whole, request.sample, wanted=count, named=named or ())
+
+    if not transport.mine:
+        return find()
+    found: Outcome[Layout | None] = Outcome(find) if transport.mine == (0,) else Outcome.of(None)
+    layout = transport.crew().share(found)[0].result()
+    assert layout is not None, "the first rank has found it"
+    return layout
+
+
+def stages_here(request: BuildRequest, transport: Transport, schedule: Schedule) -> list[int]:
+    """The stages of this process's ranks."""
+    return [stage for rank in transport.mine or range(request.ranks) for stage in schedule.placement[rank]]
+
+
+def _option(request: BuildRequest, starts: list[int], measured: Profile | None, room: Room | None = None) -> PlanOption:
+    costs = measured.grouped(starts).costs if measured is not None else Costs()
+    if room is not None:
+        costs = room.costs(costs)
+    per_rank = max(1, len(starts) // request.ranks)
+    limit = limit_of(request, costs)
+    if room is not None and request.schedule == "auto":
+        plan, limit = room.best(lambda most: schedule_of(request, costs, most, per_rank), limit, costs)
+    else:
+        plan = schedule_of(request, costs, limit, per_rank)
+    if plan.num_stages != len(starts):
+        raise PipelineError(
+            f"schedule {plan.name} needs {plan.num_stages} stages",
+            got=f"{len(starts)} from cuts={request.cuts!r}",
+            fix=f'pass {plan.num_stages - 1} cuts, or cuts="balanced"',
+        )
+    return PlanOption(starts, plan, costs, limit, room)
+
+
+def _agreed_rooms(
+    request: BuildRequest, model: nn.Module, layout: Layout, ways: list[list[int]], transport: Transport
+) -> list[list[Room]]:
+    """What the first rank counts, on all ranks, so that all decide alike."""
+    assert request.memory is not None
+    limit = request.memory
+
+    def count() -> list[list[Room]]:
+        if request.sample is None:
+            raise PipelineError("memory needs a sample, on the first rank", got="none", fix="pass sample=")
+        return rooms(model, layout, ways, limit, request.sample, request.sample_target, request.loss_fn)
+
+    if not transport.mine:
+        return count()
+    found: Outcome[list[list[Room]]] = Outcome(count) if transport.mine == (0,) else Outcome.of([])
+    return transport.crew().share(found)[0].result()
+
+
+def schedule_of(request: BuildRequest, costs: Costs, limit: float, stages_per_rank: int = 1) -> Schedule:
+    """The schedule that was passed, or made by its name; for "auto" the best that a search finds."""
+    wanted, ranks, microbatches = request.schedule, request.ranks, request.n_microbatches
+    if isinstance(wanted, Schedule):
+        return wanted
+    if microbatches is None:
+        raise PipelineError(
+            "a schedule given by name needs n_microbatches", got=repr(wanted), fix="pass n_microbatches="
+        )
+    if wanted != "auto":
+        return schedules.make(wanted, ranks=ranks, microbatches=microbatches)
+    return schedules.search(
+        costs, ranks=ranks, microbatches=microbatches, memory_limit=limit, stages_per_rank=stages_per_rank
+    )
+
+
+def limit_of(request: BuildRequest, costs: Costs) -> float:
+    """What a rank may keep under "auto", in forwards of one microbatch."""
+    if request.memory_limit is not None:
+        return request.memory_limit
+    return 2 * request.ranks * max(1.0, costs.memory_after_I)
+
+
+def _measure(request: BuildRequest, model: nn.Module, layout: Layout, transport: Transport) -> Profile | None:
+    """What the first rank measured, on all ranks, so that all decide alike; None if it has no sample.
+
+    All ranks with a sample measure at the same time, as they will train: cores share caches and memory. Copies of the
+    pipeline take what the first one measured: they average stage after stage, in the order of one schedule.
+    """
+
+    def measure() -> Profile | None:
+        if request.sample is None:
+            return None
+        loss_fn = request.loss_fn if request.sample_target is not None else None
+        calls = layout.cut(model, range(len(layout.names))).parts()
+        found = profile(calls, request.sample, loss_fn=loss_fn, target=request.sample_target)
+        return replace(found, names=tuple(layout.names))
+
+    crew = transport.crew() if request.everyone is None else transport.crew_apart(request.everyone)
+    found = crew.share(Outcome(measure))[0].result()
+    return None if found is None else replace(found, comm=crew.share(transport.delay(max(found.sent_bytes)))[0])

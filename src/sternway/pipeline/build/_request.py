@@ -1,0 +1,33 @@
+"""The arguments of ``Pipeline`` that decide the stages and the schedule, as one record."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from sternway.pipeline.build._weights import Weights
+from sternway.pipeline.step._stage import LossFn
+from sternway.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRequest:
+    """The arguments of ``Pipeline`` that decide the stages and the schedule."""
+
+    stages: Mapping[int, nn.Module] | nn.Module
+    schedule: Schedule | str
+    ranks: int
+    n_microbatches: int | None = None
+    memory_limit: float | None = None
+    cuts: Sequence[str] | str = "balanced"
+    loss_fn: LossFn | None = None
+    sample: Any = None
+    sample_target: Any = None
+    weights: Weights | None = None
+    device: torch.device | None = None
+    everyone: Sequence[int] | None = None  # the processes of all copies of the pipeline, if there are copies
+    memory: int | None = None  # bytes of a rank
