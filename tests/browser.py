@@ -29,6 +29,7 @@ FLAGS = (
     "--hide-scrollbars",
     "--remote-debugging-pipe",
 )
+AXE = Path(__file__).parent / "vendor" / "axe-core" / "axe.min.js"
 WAIT = 300.0  # seconds after which Chromium is taken to hang
 
 
@@ -137,6 +138,7 @@ class Browser:
             ready = self.look("document.documentElement && document.documentElement.dataset.ready || ''")
             if ready:
                 return float(ready)
+            assert not self.errors, self.errors
             time.sleep(0.05)
         raise AssertionError(f"{path} was not drawn within {WAIT} s: {self.errors}")
 
@@ -162,6 +164,48 @@ class Browser:
 
     def type(self, text: str) -> None:
         self.call("Input.insertText", text=text)
+
+    def size(self, width: int, height: int = 860) -> None:
+        """Make the window so large."""
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until what was asked for is drawn."""
+        self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))")
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float], *, shift: bool = False) -> None:
+        """Press the mouse at one place and let go at another; the same place is a click."""
+        keys: dict[str, Any] = {"button": "left", "clickCount": 1, "modifiers": 8 if shift else 0}
+        middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
+        steps = (("mouseMoved", start), ("mousePressed", start), ("mouseMoved", middle), ("mouseMoved", end))
+        for kind, (x, y) in (*steps, ("mouseReleased", end)):
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, buttons=int(kind != "mouseReleased"), **keys)
+        self.settle()
+
+    def wheel(self, x: float, y: float, by: float) -> None:
+        """Turn the wheel at a place; below 0 is away from oneself."""
+        self.call("Input.dispatchMouseEvent", type="mouseWheel", x=x, y=y, deltaX=0, deltaY=by)
+        self.settle()
+
+    def overflow(self) -> int:
+        """By how many pixels the page, or what scrolls in it, is wider than the window."""
+        return self.run(
+            "Math.max(...[document.documentElement, ...document.querySelectorAll('.view.on')]"
+            ".map(e => e.scrollWidth - e.clientWidth))"
+        )
+
+    def barriers(self) -> list[str]:
+        """What axe-core finds that keeps people with a disability out: serious and critical faults."""
+        if not self.run("typeof axe === 'object'"):
+            self.run(AXE.read_text(encoding="utf-8") + "; 1")
+        found = self.run("axe.run({resultTypes: ['violations']}).then(r => r.violations)")
+        return [
+            f"{each['id']}: {node['target']} {node['failureSummary']}"
+            for each in found
+            if each["impact"] in ("serious", "critical")
+            for node in each["nodes"]
+        ]
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))

@@ -110,9 +110,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "graph.from_json": graph.from_json,
     "find_nonfinite": graph.find_nonfinite,
     "why_alive": graph.why_alive,
-    "viewer title": lambda v: viewer.render(title=v, curves={"series": []}),
-    "viewer curves": lambda v: viewer.render(title="t", curves=v),
-    "viewer timelines": lambda v: viewer.render(title="t", timelines=v),
+    "viewer title": lambda v: viewer.render(title=v, sections=[viewer.Curves("", [])]),
+    "viewer sections": lambda v: viewer.render(title="t", sections=v),
+    "viewer section": lambda v: viewer.render(title="t", sections=[v]),
     "viewer graph": lambda v: viewer.render(title="t", graph=v),
     "stages": lambda v: pipe(stages=v),
     **{
@@ -205,7 +205,7 @@ def test_what_is_valid_is_listed_for_a_call_that_exists() -> None:
 def test_a_report_that_cannot_be_written(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no" / "folder.html", "", "\0", None):
         with pytest.raises(SternwayError, match=r"a report must have a path|the report cannot be written"):
-            viewer.write(path, title="t", curves={"series": []})
+            viewer.write(path, title="t", sections=[viewer.Curves("", [])])
 
 
 # Text from anywhere

@@ -128,8 +128,10 @@ def test_doctor_shows_a_probe_that_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     }
     text = _run("doctor", code=1)
     assert f"{len(PROBES)} of {len(PROBES) + 1} do what we need" in text
-    assert text.index("torch._gone") < text.index("Tensor._version")  # failures first
     assert "IndexError" in text
+    assert "Tensor._version" not in text
+    text = _run("doctor", "--all", code=1)
+    assert text.index("torch._gone") < text.index("Tensor._version")  # failures first
 
 
 def test_split_compares_with_plain_autograd_and_torch() -> None:
@@ -143,6 +145,11 @@ def test_split_compares_with_plain_autograd_and_torch() -> None:
     assert record["sternway"]["held_after_i"] < record["torch"]["held_after_i"]
     assert all(record["sternway"][key] > 0 for key in ("i_ms", "w_ms", "over_fused"))
     assert "Gradients equal to plain autograd's" in text
+    rows = [line.replace("│", " ").split() for line in text.splitlines() if line.startswith("│")]
+    assert [row[0] for row in rows] == ["torch", "sternway"]
+    for i, w, both, fused, ratio in ([float(cell) for cell in row[1:6]] for row in rows):
+        assert both == pytest.approx(i + w)  # as they are shown
+        assert ratio == round(both / fused, 2)
 
 
 @pytest.mark.parametrize("command", ["split", "demo"])

@@ -64,15 +64,49 @@ def test_the_comparison_as_json_and_files(tmp_path):
     assert list(told["unmade"]) == ["dualpipe-v"]
     best = expected.best.schedule
     assert schedule.from_json(json.dumps(told["schedule"])) == best
-    csv, comms, as_json, svg, trace = (
-        f"{best.name}.{ext}" for ext in ("csv", "comms.csv", "json", "svg", "trace.json")
+    csv, comms, as_json, svg, trace, page = (
+        f"{best.name}.{ext}" for ext in ("csv", "comms.csv", "json", "svg", "trace.json", "html")
     )
-    assert told["files"] == [str(out / name) for name in (csv, comms, as_json, svg, trace)]
+    assert told["files"] == [str(out / name) for name in (csv, comms, as_json, svg, trace, page)]
     assert schedule.from_csv((out / csv).read_text(), name=best.name) == best
     assert schedule.from_csv((out / comms).read_text(), name=best.name) == best
     assert schedule.from_json((out / as_json).read_text()) == best
     assert (out / svg).read_text() == expected.best.timeline.to_svg()
     assert (out / trace).read_text() == expected.best.timeline.to_chrome_trace()
+
+
+def test_the_page(tmp_path, browser):
+    out = tmp_path / "new" / "plan.html"
+    told = json.loads(run("--ranks", 3, "--microbatches", 5, "--costs", "W=0.5", "--out", out, "--json").stdout)
+    assert told["files"] == [str(out)]
+    assert list(out.parent.iterdir()) == [out]
+    expected = schedule.compare(Costs(W=0.5), ranks=3, microbatches=5, memory_limit=3)
+    browser.size(1400)
+    browser.open(out)
+    cells = browser.run(
+        "[...document.querySelectorAll('.sheet tbody tr')].map(r => [...r.cells].map(c => c.textContent))"
+    )
+    assert [row[0] for row in cells] == [
+        *(row.name for row in expected.rows),
+        *(name for name, _ in expected.unmade),
+    ]
+    assert cells[0][-1] == "best"
+    assert [row[2] for row in cells[: len(expected.rows)]] == [f"{row.bubble_rate:.2%}" for row in expected.rows]
+    best = expected.best.timeline
+    assert browser.run("document.querySelectorAll('rect.event').length") == sum(map(len, best.events))
+    assert browser.run("document.querySelectorAll('polyline.path').length") == 1
+    assert browser.run("document.querySelector('text.limit-text').textContent") == "limit 3"
+    assert f"bubble {best.bubble_rate:.1%}" in browser.run("document.querySelector('.run h3').textContent")
+    assert browser.barriers() == []
+    for width in (800, 1600):
+        browser.size(width)
+        assert browser.overflow() <= 0
+    mine = tmp_path / "mine.csv"
+    mine.write_text(schedule.make("dualpipe-v", ranks=2, microbatches=4).to_csv())
+    assert run("--check", mine, "--out", out).exit_code == 0
+    browser.open(out)
+    browser.run("(v => v.choose(v.runs[0], v.runs[0].events.find(e => e.op === '+')))(sternway.views.Report.active)")
+    assert "forward and backward overlapped" in browser.run("document.querySelector('.panel').innerText")
 
 
 def test_checking_a_file(tmp_path):

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from browser import Browser
 from gloo import warm_up
 from sternway import cli, schedule
+from sternway.cli._progress import MovingBar
 from sternway.schedule import names
 
 SMALL = ("--dim", "16", "--layers", "4", "--steps", "3", "--microbatches", "4", "--compared-steps", "1")
@@ -57,8 +58,15 @@ def test_trains_across_processes(trained: tuple[dict[str, Any], Path]) -> None:
     assert record["report"] == str(report)
 
 
-def test_prints_a_table_with_the_schedule_that_is_fastest_here(tmp_path: Path) -> None:
+def test_prints_a_table_with_the_schedule_that_is_fastest_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int | None, str]] = []
+    monkeypatch.setattr(MovingBar, "update", lambda bar, *what: told.append(what))
     text = _demo(out=tmp_path)  # which one that is depends on this machine's times
+    done = [done for done, _, _ in told]
+    assert done == sorted(done)
+    assert done[-1] == told[-1][1] == 3 + 4 * 2  # steps; then four ways, a round to warm up and one that is timed
+    assert {total for _, total, _ in told} == {None, done[-1]}
+    assert any("one process" in words for _, _, words in told)
     assert "First step's gradients equal to one process's" in text
     assert any(f"sternway {name}" in text for name in (*names(), "search"))
 
@@ -133,29 +141,39 @@ def test_ctrl_c_is_one_line_and_leaves_nothing(more: list[str], tmp_path: Path) 
     assert not out.exists()
 
 
-def test_the_report_shows_the_step_the_loss_and_the_memory(
-    browser: Browser, trained: tuple[dict[str, Any], Path]
-) -> None:
+def test_the_report_tells_the_story_on_one_page(browser: Browser, trained: tuple[dict[str, Any], Path]) -> None:
     record, report = trained
+    browser.size(1400)
     browser.open(report)
-    tabs = browser.run("[...document.querySelectorAll('[role=tab]')].map(t => t.textContent)")
-    assert tabs == ["Timeline", "Curves"]
-    planned, measured = (
-        browser.run(f"document.querySelectorAll('#timeline .series')[{i}].querySelectorAll('rect.event').length")
-        for i in range(2)
+    assert browser.run("[...document.querySelectorAll('.section h2')].map(h => h.textContent)") == [
+        "What ran",
+        "Time of a step",
+        "Efficiency",
+        "Peak memory of a process",
+        "Loss",
+        "One step",
+    ]
+    assert "torch" in browser.run("document.querySelector('.section.terms').innerText")
+    bars = browser.run(
+        "[...document.querySelectorAll('.section.bars')].map(s => [...s.querySelectorAll('tr')]"
+        ".map(r => [r.cells[0].textContent, r.cells[2].textContent]))"
     )
-    assert planned == measured == 2 * 4 * 3  # F, I and W of four microbatches on two ranks
-    hover = browser.run("document.querySelector('#timeline rect.event title').textContent")
-    assert hover.startswith("0F0: 0 to ")
-    assert hover.endswith(" ms, rank 0")
-    width = "document.querySelector('#timeline svg').width.baseVal.value"
-    before = browser.run(width)
-    browser.press("+")
-    assert browser.run(width) > before
-    browser.run("document.querySelectorAll('[role=tab]')[1].click()")
-    lines = browser.run("[...document.querySelectorAll('#curves svg')].map(s => s.querySelectorAll('polyline').length)")
-    assert lines == [1, 4]  # the loss; memory planned and measured on two ranks
-    shown = browser.run(
-        "[...document.querySelectorAll('#curves svg')[0].querySelectorAll('title')].map(t => t.textContent)"
+    assert [name for name, _ in bars[0]] == ["one process", *record["step_ms"]]
+    assert bars[1] == [[name, f"{share:.0%}"] for name, share in record["efficiency"].items()]
+    assert "gradients are equal to those of one process" in browser.run(
+        "document.querySelector('.verdict .good').textContent"
     )
-    assert shown[0] == f"loss: loss {record['losses'][0]:.4g} at step 0"
+    losses = browser.run("[...document.querySelectorAll('.curves circle title')].map(t => t.textContent)")
+    assert losses[0] == f"loss: loss {record['losses'][0]:.4g} at step 0"
+    for run in range(2):
+        boxes = browser.run(f"document.querySelectorAll('[data-run=\"{run}\"] rect.event:not(.many)').length")
+        assert boxes <= 2 * 4 * 3  # F, I and W of four microbatches on two ranks; a short one may be too narrow to draw
+        assert browser.run(f"sternway.views.Report.active.runs[{run}].events.length") == 2 * 4 * 3
+        kept = browser.run(f"[...document.querySelectorAll('[data-run=\"{run}\"] path.kept')].map(p => p.textContent)")
+        assert len(kept) == 2
+        assert all(words.endswith("iB") for words in kept)
+    assert browser.run("document.querySelector('.run h3').textContent").endswith(f"{record['bubble_planned']:.1%}")
+    assert browser.barriers() == []
+    for width in (800, 1600):
+        browser.size(width)
+        assert browser.overflow() <= 0

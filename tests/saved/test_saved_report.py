@@ -66,11 +66,11 @@ def test_the_sum_adds_up() -> None:
 
 def test_the_table() -> None:
     assert _step(moving(), saved.compress("bf16", min_bytes=0)).table() == (
-        "module  packs  packed  moved  kept  again  ratio  stalled  skipped\n"
-        "first       1   128 B   64 B   0 B    0 B    2.0\n"
-        "Two         2   256 B  128 B   0 B    0 B    2.0\n"
-        "second      2   256 B    0 B   0 B  128 B                  parameter 256 B\n"
-        "total       5   640 B  192 B   0 B  128 B    2.0           parameter 256 B\n"
+        "module  packs  packed  moved  kept  again  encoded   into  ratio  stalled  skipped\n"
+        "first       1   128 B   64 B   0 B    0 B    128 B   64 B    2.0\n"
+        "Two         2   256 B  128 B   0 B    0 B    256 B  128 B    2.0\n"
+        "second      2   256 B    0 B   0 B  128 B                                  parameter 256 B\n"
+        "total       5   640 B  192 B   0 B  128 B    384 B  192 B    2.0           parameter 256 B\n"
         "peak on the device: 128 B"
     )
 

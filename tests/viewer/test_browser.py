@@ -159,34 +159,23 @@ def test_a_long_chain_opens_closed_and_stays_usable(browser: Browser, tmp_path: 
     assert len(_boxes(browser)) < 700
 
 
-def test_timelines_and_curves(browser: Browser, captured: graph.Graph, tmp_path: Path) -> None:
-    events = [
-        {"rank": rank, "label": f"{rank}{op}0", "op": op, "microbatch": 0, "stage": rank, "start": at, "end": at + 1}
-        for rank in range(2)
-        for at, op in enumerate("FIW")
-    ]
+def test_a_graph_and_a_report_in_one_page(browser: Browser, captured: graph.Graph, tmp_path: Path) -> None:
+    events = [viewer.LaneEvent(rank, f"{rank}F0", "F", 0.0, 1.0) for rank in range(2)]
     page = viewer.write(
         tmp_path / "step.html",
         title="A step",
         graph=json.loads(captured.to_json()),
-        timelines={
-            "ranks": 2,
-            "series": [{"name": "planned", "events": events}, {"name": "measured", "events": events}],
-        },
-        curves={"x": "step", "y": "loss", "series": [{"name": "ours", "points": [[0, 2.0], [1, 1.5], [2, 1.25]]}]},
+        sections=[
+            viewer.Lanes("Step", [viewer.LaneRun("planned", events)]),
+            viewer.Curves("Loss", [viewer.Curve("ours", [(0, 2.0), (1, 1.5), (2, 1.25)])], x="step", y="loss"),
+        ],
     )
     browser.open(page)
     tabs = browser.run("[...document.querySelectorAll('[role=tab]')].map(t => t.textContent)")
-    assert tabs == ["Graph", "Timeline", "Curves"]
+    assert tabs == ["Graph", "Report"]
     browser.run("document.querySelectorAll('[role=tab]')[1].click()")
-    assert browser.run("document.querySelectorAll('#timeline rect.event').length") == 12
-    assert browser.run("[...document.querySelectorAll('#timeline h2')].map(h => h.textContent)") == [
-        "planned",
-        "measured",
-    ]
-    assert browser.run("document.querySelector('#timeline rect.event title').textContent") == "0F0: 0 to 1, rank 0"
-    assert "rank 1" in browser.run("document.getElementById('timeline').textContent")
-    browser.press("+")
-    browser.run("document.querySelectorAll('[role=tab]')[2].click()")
-    points = browser.run("document.querySelector('#curves polyline').getAttribute('points').split(' ').length")
-    assert points == 3
+    browser.settle()
+    assert browser.run("document.querySelectorAll('#report rect.event').length") == 2
+    assert browser.run("document.querySelector('#report polyline').getAttribute('points').split(' ').length") == 3
+    titles = browser.run("[...document.querySelectorAll('#report circle title')].map(t => t.textContent)")
+    assert titles[1] == "ours: loss 1.5 at step 1"

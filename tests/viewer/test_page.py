@@ -12,7 +12,11 @@ from sternway import viewer
 from sternway.errors import ViewerError
 
 GRAPH = {"format": "sternway.graph", "version": 1, "torch": "x", "nodes": [], "tensors": [], "roots": []}
-EVENT = {"rank": 0, "label": "2F0", "op": "F", "microbatch": 0, "stage": 2, "start": 0.0, "end": 1.0}
+
+
+def lanes(name: str = "planned", **event: object) -> viewer.Lanes:
+    given = {"rank": 0, "label": "2F0", "op": "F", "start": 0.0, "end": 1.0} | event
+    return viewer.Lanes("Step", [viewer.LaneRun(name, [viewer.LaneEvent(**given)])])
 
 
 def test_one_file_and_no_network() -> None:
@@ -25,7 +29,7 @@ def test_one_file_and_no_network() -> None:
 
 def test_titles_and_data_are_escaped() -> None:
     evil = "</script><script>alert(1)</script><!--"
-    page = viewer.render(title=evil, timelines={"series": [{"name": evil, "events": [EVENT | {"label": evil}]}]})
+    page = viewer.render(title=evil, sections=[lanes(evil, label=evil)])
     assert evil not in page
     assert page.count("<script") == 3
     data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1]
@@ -38,9 +42,11 @@ def test_titles_and_data_are_escaped() -> None:
         ({}, "a report must show something"),
         ({"graph": {"nodes": []}}, "graph must be a graph as sternway.graph exports it; got format None"),
         ({"graph": GRAPH, "other": {}}, "other must be a graph"),
-        ({"timelines": {"ranks": 2}}, "timelines must have series, each with a name and events; got keys ranks"),
-        ({"timelines": {"series": [{"name": "a", "events": [{"rank": 0}]}]}}, "got one without label"),
-        ({"curves": {"series": [{"name": "a"}]}}, "curves must have series, each with a name and points"),
+        ({"sections": [{"series": []}]}, "a section must be one of the viewer's; got dict"),
+        ({"sections": [lanes(rank=-1)]}, "an action must have a rank from 0 on, and end after its start; got 2F0 on"),
+        ({"sections": [lanes(end=-1.0)]}, "got 2F0 on rank 0 from 0.0 to -1.0"),
+        ({"sections": [lanes(end=float("inf"))]}, "the data of a report must be what JSON can hold"),
+        ({"sections": [viewer.Lanes("a", [3])]}, "the data of a report must be what JSON can hold"),
     ],
 )
 def test_wrong_data_is_refused(data: dict, message: str) -> None:

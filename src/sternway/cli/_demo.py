@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from sternway.cli._chaos import show_chaos
 from sternway.cli._exit import usage
-from sternway.errors import PipelineError
+from sternway.cli._progress import moving_bar
+from sternway.cli._table import TableColumn, show_table, stdout
 
 if TYPE_CHECKING:
     from sternway.demo import DemoOptions, DemoOutcome
-    from sternway.schedule import Timeline
-
-TOLERANCE = 1e-3  # relative, between the pipeline's gradients and one process's
 
 
 def demo(
@@ -48,7 +42,7 @@ def demo(
         raise typer.BadParameter(f"must be a multiple of 4, the number of heads; got {dim}", param_hint="--dim")
     if device not in ("auto", "cpu", "cuda"):
         raise typer.BadParameter(f"must be auto, cpu or cuda; got {device}", param_hint="--device")
-    from sternway.demo import DemoOptions, choose_device
+    from sternway.demo import DemoOptions, choose_device, write_report
     from sternway.schedule import make
 
     with usage():
@@ -71,57 +65,60 @@ def demo(
         device=device,
     )
     outcome = _train(options, quiet=as_json)
-    report = _write_report(out, options, outcome)
+    report = write_report(out, options, outcome)
     if as_json:
         typer.echo(json.dumps(_record(options, outcome, report)))
     else:
         _show(options, outcome, report)
-    if not outcome.gradient_error < TOLERANCE:
+    if not outcome.gradients_equal:
         raise typer.Exit(1)
 
 
 def _train(options: DemoOptions, *, quiet: bool) -> DemoOutcome:
     from sternway.demo import train
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
-        task = bar.add_task("starting", total=options.steps)
-        return train(options, lambda steps, text: bar.update(task, completed=steps, description=text))
+    with moving_bar(quiet) as bar:
+        return train(options, bar.update)
 
 
 def _show(options: DemoOptions, outcome: DemoOutcome, report: Path) -> None:
-    console = Console()
-    table = Table(
-        title=f"{options.layers}-block GPT, d={options.dim}, {options.microbatches} microbatches of "
-        f"{options.rows} × {options.length} bytes, {options.ranks} processes"
-        f"{', one thread each' if options.device == 'cpu' else ' on GPUs'}"
+    columns = (
+        TableColumn("step by", right=False),
+        TableColumn("ms"),
+        TableColumn("efficiency"),
+        TableColumn("bubble measured", drop=2),
+        TableColumn("planned", drop=3),
+        TableColumn("peak memory", drop=1),
     )
-    for heading in ("step by", "ms", "efficiency", "bubble measured", "planned", "peak memory"):
-        table.add_column(heading, justify="left" if heading == "step by" else "right")
-    table.add_row("one process", f"{1e3 * outcome.one_process:.0f}", "", "", "", "")
     efficiency = outcome.efficiency(options.ranks)
+    rows = [("one process", f"{1e3 * outcome.one_process:.4g}", "", "", "", "")]
     for name, seconds in outcome.seconds.items():
         ours = name.startswith("sternway")
-        table.add_row(
-            f"[bold]{name}[/bold]" if ours else name,
-            f"{1e3 * seconds:.0f}",
-            f"{efficiency[name]:.2f}",
-            f"{outcome.measured_bubble:.1%}" if ours else "",
-            f"{outcome.planned_bubble:.1%}" if ours else "",
-            f"{outcome.peaks[name] / 2**20:.0f} MiB" if outcome.peaks[name] else "",
+        rows.append(
+            (
+                name,
+                f"{1e3 * seconds:.4g}",
+                f"{efficiency[name]:.2f}",
+                f"{outcome.measured_bubble:.1%}" if ours else "",
+                f"{outcome.planned_bubble:.1%}" if ours else "",
+                f"{outcome.peaks[name] / 2**20:.0f} MiB" if outcome.peaks[name] else "",
+            )
         )
-    console.print(table)
-    good = "[green]equal[/green]" if outcome.gradient_error < TOLERANCE else "[red]NOT equal[/red]"
+    show_table(
+        columns,
+        rows,
+        title=f"{options.layers}-block GPT, d={options.dim}, {options.microbatches} microbatches of "
+        f"{options.rows} × {options.length} bytes, {options.ranks} processes"
+        f"{', one thread each' if options.device == 'cpu' else ' on GPUs'}",
+        styles=["bold" if name.startswith("sternway") else "" for name, *_ in rows],
+    )
+    console = stdout()
+    good = "[green]equal[/green]" if outcome.gradients_equal else "[red]NOT equal[/red]"
     console.print(
         f"First step's gradients {good} to one process's: largest relative difference {outcome.gradient_error:.1e}."
     )
     console.print(f"Loss {outcome.losses[0]:.3f} → {outcome.losses[-1]:.3f} in {options.steps} steps.")
-    console.print(f"Report: {report}")
+    console.print(f"Report: {report}", soft_wrap=True)
 
 
 def _record(options: DemoOptions, outcome: DemoOutcome, report: Path) -> dict[str, object]:
@@ -134,7 +131,7 @@ def _record(options: DemoOptions, outcome: DemoOutcome, report: Path) -> dict[st
         "schedule": outcome.schedule_name,
         "steps": options.steps,
         "losses": outcome.losses,
-        "gradients_equal": outcome.gradient_error < TOLERANCE,
+        "gradients_equal": outcome.gradients_equal,
         "largest_relative_difference": outcome.gradient_error,
         "one_process_ms": 1e3 * outcome.one_process,
         "step_ms": {name: 1e3 * seconds for name, seconds in outcome.seconds.items()},
@@ -144,72 +141,3 @@ def _record(options: DemoOptions, outcome: DemoOutcome, report: Path) -> dict[st
         "peak_bytes": outcome.peaks,
         "report": str(report),
     }
-
-
-def _write_report(out: Path, options: DemoOptions, outcome: DemoOutcome) -> Path:
-    """One offline page: the step as planned and as measured, memory, and the loss."""
-    from sternway import viewer
-
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        return viewer.write(
-            out / "report.html",
-            title=f"{outcome.schedule_name} on {options.ranks} processes",
-            timelines={
-                "ranks": options.ranks,
-                "unit": " ms",
-                "series": [
-                    {"name": "planned", "events": _events(outcome.planned)},
-                    {"name": "measured", "events": _events(outcome.measured)},
-                ],
-            },
-            curves=[
-                {
-                    "name": "Loss",
-                    "x": "step",
-                    "y": "loss",
-                    "series": [{"name": "loss", "points": [[i, value] for i, value in enumerate(outcome.losses)]}],
-                },
-                {
-                    "name": "Activations kept, in microbatches' forwards of one rank",
-                    "x": "ms",
-                    "y": "kept",
-                    "series": [
-                        {"name": f"rank {rank} {way}", "points": _stairs(curve, timeline.makespan)}
-                        for way, timeline in (("planned", outcome.planned), ("measured", outcome.measured))
-                        for rank, curve in enumerate(timeline.memory)
-                    ],
-                },
-            ],
-        )
-    except OSError as error:
-        raise PipelineError(
-            "--out must be a folder that can be written to", got=str(error), fix="choose another"
-        ) from None
-
-
-def _stairs(curve: Sequence[tuple[float, float]], end: float) -> list[list[float]]:
-    """A memory curve in milliseconds, with the corners of its steps."""
-    points: list[list[float]] = []
-    for time, level in (*curve, (end, curve[-1][1])):
-        points += [[1e3 * time, points[-1][1]]] if points else []
-        points.append([1e3 * time, level])
-    return points
-
-
-def _events(timeline: Timeline) -> list[dict[str, Any]]:
-    """A timeline's actions as the viewer takes them, in milliseconds."""
-    return [
-        {
-            "rank": event.rank,
-            "label": str(event.action),
-            "op": action.op,
-            "microbatch": action.microbatch,
-            "stage": action.stage,
-            "start": 1e3 * event.start,
-            "end": 1e3 * event.end,
-        }
-        for rank in timeline.events
-        for event in rank
-        for action in event.action.actions[-1:]
-    ]

@@ -6,16 +6,16 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from sternway import __version__
+from sternway.cli._progress import moving_bar
+from sternway.cli._table import TableColumn, show_table, stdout
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 OLDEST, NEWEST = (2, 11), (2, 13)  # minor releases of torch that the tests have run on
@@ -41,9 +41,16 @@ class ProbeResult:
     fault: str | None
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False) -> None:
+def doctor(
+    every: Annotated[
+        bool, typer.Option("--all", help="List every private name of torch, not only those that fail.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
     """Check this machine and this torch: what is there, what is missing, how to get it. Exit 1 if it is not enough."""
-    findings, probes, warnings = list(examine()), probe_torch(), list(warn())
+    with moving_bar(as_json, "looking at this machine") as bar:
+        findings, warnings = list(examine()), list(warn())
+        probes = probe_torch(bar.update)
     well = all(finding.found for finding in findings if finding.needed) and not any(probe.fault for probe in probes)
     if as_json:
         record = {"well": well, "warnings": warnings}
@@ -51,7 +58,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         record["probes"] = [asdict(probe) for probe in probes]
         typer.echo(json.dumps(record))
     else:
-        _show(findings, probes, warnings)
+        _show(findings, probes, warnings, every)
     if not well:
         raise typer.Exit(1)
 
@@ -83,11 +90,16 @@ def examine() -> Iterator[Finding]:
     yield Finding("browser", _first_on_path(*BROWSERS), "to test HTML reports: apt install chromium")
 
 
-def probe_torch() -> list[ProbeResult]:
+def probe_torch(progress: Callable[[int, int, str], None] = lambda done, total, text: None) -> list[ProbeResult]:
     """The result of every probe."""
     from sternway._torch import all_probes
 
-    return [ProbeResult(probe.name, probe.features, probe.expected, probe.fault()) for probe in all_probes()]
+    probes = all_probes()
+    found: list[ProbeResult] = []
+    for probe in probes:
+        progress(len(found), len(probes), f"probing {probe.name.partition(',')[0][:40]}")
+        found.append(ProbeResult(probe.name, probe.features, probe.expected, probe.fault()))
+    return found
 
 
 def warn() -> Iterator[str]:
@@ -98,25 +110,39 @@ def warn() -> Iterator[str]:
         yield f"torch {torch.__version__} is newer than {_dotted(NEWEST)}, the newest that sternway was tested with"
 
 
-def _show(findings: list[Finding], probes: list[ProbeResult], warnings: list[str]) -> None:
-    console = Console()
-    table = Table(title=f"sternway {__version__}")
-    for heading in ("", "what", "found", "how to get it"):
-        table.add_column(heading)
-    for finding in findings:
-        mark = "[green]✓[/green]" if finding.found else "[red]✗[/red]" if finding.needed else "[yellow]–[/yellow]"
-        table.add_row(mark, finding.what, finding.found or "missing", "" if finding.found else finding.fix)
-    console.print(table)
-    failed = sum(probe.fault is not None for probe in probes)
-    table = Table(title=f"Private names of torch: {len(probes) - failed} of {len(probes)} do what we need")
-    for heading in ("name", "needed by", "result"):
-        table.add_column(heading, overflow="fold")
-    for probe in sorted(probes, key=lambda probe: probe.fault is None):
-        bad = f"[red]it {escape(probe.expected)}: {escape(probe.fault)}[/red]" if probe.fault is not None else ""
-        table.add_row(escape(probe.name), ", ".join(probe.features), bad or "[green]ok[/green]")
-    console.print(table)
+def _show(findings: list[Finding], probes: list[ProbeResult], warnings: list[str], every: bool) -> None:
+    console = stdout()
+    marks = ["✓" if finding.found else "✗" if finding.needed else "–" for finding in findings]
+    show_table(
+        (TableColumn("", right=False), TableColumn("what", right=False), TableColumn("found", right=False, wrap=True)),
+        [
+            (mark, finding.what, finding.found or f"missing; {finding.fix}")
+            for mark, finding in zip(marks, findings, strict=True)
+        ],
+        title=f"sternway {__version__}",
+        styles=[{"✓": "", "✗": "red", "–": "dim"}[mark] for mark in marks],
+    )
+    failed = [probe for probe in probes if probe.fault is not None]
+    good = len(probes) - len(failed)
+    console.print(
+        f"Private names of torch: {good} of {len(probes)} do what we need", style="" if not failed else "red", end=""
+    )
+    console.print("." if every or failed else "; doctor --all lists them.", highlight=False)
+    if listed := failed + [probe for probe in probes if probe.fault is None and every]:
+        show_table(
+            [TableColumn(name, right=False, wrap=True) for name in ("name", "needed by", "result")],
+            [
+                (probe.name, ", ".join(probe.features), "ok" if probe.fault is None else _fault(probe))
+                for probe in listed
+            ],
+            styles=["red" if probe.fault is not None else "" for probe in listed],
+        )
     for warning in warnings:
         console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)
+
+
+def _fault(probe: ProbeResult) -> str:
+    return f"it {probe.expected}: {probe.fault}"
 
 
 def _minor() -> tuple[int, ...]:

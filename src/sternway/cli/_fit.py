@@ -13,6 +13,7 @@ from rich.table import Table
 from sternway._bytes import show_bytes
 from sternway.cli._exit import MisuseError
 from sternway.cli._graph import _failed, function_of
+from sternway.cli._progress import moving_bar
 from sternway.errors import SternwayError
 
 if TYPE_CHECKING:
@@ -51,14 +52,15 @@ def fit(
             raise _failed(f"{target} could not be called on tensors without memory", error) from error
 
     try:
-        found = pipeline.fit(
-            build,
-            ranks=ranks,
-            n_microbatches=microbatches,
-            memory=memory or None,
-            schedule=schedule or None,
-            optimizer=optimizer,
-        )
+        with moving_bar(as_json, "running a step without memory"):
+            found = pipeline.fit(
+                build,
+                ranks=ranks,
+                n_microbatches=microbatches,
+                memory=memory or None,
+                schedule=schedule or None,
+                optimizer=optimizer,
+            )
     except SternwayError as error:
         if begun:
             raise

@@ -6,21 +6,21 @@ sternway plan --check mine.csv --costs F=18.5,I=18.1,W=9.3
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from sternway import schedule
 from sternway.cli._exit import MisuseError, status_of, usage
-from sternway.errors import ScheduleError, SternwayError
+from sternway.cli._progress import moving_bar
+from sternway.cli._table import TableColumn, show_table, stdout
+from sternway.errors import ScheduleError, SternwayError, ViewerError
 from sternway.schedule import Costs, Schedule, Timeline
+from sternway.schedule.formats import write_timeline
 
 _FIELDS = ("F", "I", "W", "B", "comm")
 
@@ -45,7 +45,10 @@ def plan(
         float, typer.Option(help="The fraction of what F kept that is still kept between I and W.")
     ] = 1.0,
     check: Annotated[Path | None, typer.Option(help="Check and time this schedule (.csv or .json) instead.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write CSV, JSON, SVG and trace into this directory.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A folder for CSV, JSON, SVG, trace and HTML; or a file.html, for that alone."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else.")] = False,
 ) -> None:
     """Compare all schedules under a memory limit, search for better ones, and draw the best."""
@@ -101,12 +104,16 @@ def _compare(
     costs: Costs, ranks: int, microbatches: int, limit: float, out: Path | None, *, quiet: bool
 ) -> dict[str, Any]:
     """Compare schedules, draw and write the best; return what ``--json`` prints."""
-    with usage(), _progress(quiet) as report:
+    with usage(), moving_bar(quiet, "searching") as bar:
         comparison = schedule.compare(
-            costs, ranks=ranks, microbatches=microbatches, memory_limit=limit, progress=report
+            costs,
+            ranks=ranks,
+            microbatches=microbatches,
+            memory_limit=limit,
+            progress=lambda done, total: bar.update(done, total, "searching"),
         )
     best = comparison.best
-    files = _write(best.timeline, out)
+    files = _write(best.timeline, out, comparison.to_html)
     rows = [
         {
             "name": row.name,
@@ -139,7 +146,7 @@ def _check_file(path: Path, costs: Costs, memory: float | None, out: Path | None
     """Check and time the user's own schedule; return what ``--json`` prints."""
     found = _read(path).check(memory_limit=memory, costs=costs)
     timeline = found.simulate(costs)
-    files = _write(timeline, out)
+    files = _write(timeline, out, partial(write_timeline, timeline, limit=memory))
     if not quiet:
         typer.echo(f"{path}: placed, complete, ordered, executable" + (", in memory" if memory is not None else ""))
         _print_timeline(timeline, files)
@@ -165,8 +172,8 @@ def _read(path: Path) -> Schedule:
     return schedule.from_json(text) if path.suffix == ".json" else schedule.from_csv(text, name=path.stem)
 
 
-def _write(timeline: Timeline, out: Path | None) -> list[Path]:
-    """Write the schedule in every format; return the files."""
+def _write(timeline: Timeline, out: Path | None, page: Callable[[Path], Path]) -> list[Path]:
+    """Write the schedule in every format, or the page alone; return the files."""
     if out is None:
         return []
     found = timeline.schedule
@@ -177,59 +184,51 @@ def _write(timeline: Timeline, out: Path | None) -> list[Path]:
         f"{found.name}.svg": timeline.to_svg(),
         f"{found.name}.trace.json": timeline.to_chrome_trace(),
     }
+    alone = out.suffix == ".html"
+    folder = out.parent if alone else out
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            (out / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError("--out cannot be written to", got=str(error), fix="choose another directory") from None
-    return [out / name for name in texts]
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Any]:
-    """Show a progress bar on stderr during the search, if stderr is a terminal."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("searching"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
-        task = bar.add_task("search", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in () if alone else texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        return [page(out)] if alone else [*(folder / name for name in texts), page(folder / f"{found.name}.html")]
+    except (OSError, ViewerError) as error:
+        raise ScheduleError("--out cannot be written to", got=str(error), fix="choose another place") from None
 
 
 def _print_table(rows: list[dict[str, Any]], best: str, title: str) -> None:
     """Print the comparison; rows that do not fit are dim."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("schedule", no_wrap=True)
-    for column in ("bubble rate", "makespan", "peak memory", "above bound"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
-    for row in rows:
-        table.add_row(
+    columns = (
+        TableColumn("schedule", right=False),
+        TableColumn("bubble rate"),
+        TableColumn("makespan", drop=1),
+        TableColumn("peak memory", drop=2),
+        TableColumn("above bound", drop=3),
+        TableColumn("fits", right=False),
+    )
+    cells = [
+        (
             row["name"],
             f"{row['bubble_rate']:.2%}",
             f"{row['makespan']:.6g}",
             f"{row['peak_memory']:.4g}",
             f"{row['gap']:.2%}" if row["fits"] else "",  # the bound is one for schedules that fit
             "best" if row["name"] == best else "yes" if row["fits"] else "no",
-            style="bold" if row["name"] == best else "" if row["fits"] else "dim",
         )
-    Console().print(table)
+        for row in rows
+    ]
+    styles = ["bold" if row["name"] == best else "" if row["fits"] else "dim" for row in rows]
+    show_table(columns, cells, title=title, styles=styles)
 
 
 def _print_timeline(timeline: Timeline, files: list[Path]) -> None:
     """Draw the timeline, and print its critical path and the files that were written."""
-    console = Console(soft_wrap=True)
+    console = stdout()
     drawing = timeline.draw(color=console.is_terminal, width=max(20, console.width))
-    console.print(Text.from_ansi(drawing))
+    console.print(Text.from_ansi(drawing), soft_wrap=True)
     parts = [f"{b.what} {b.share:.0%}" for b in timeline.bottlenecks[:3]]
-    console.print(f"critical path: {', '.join(parts)}", highlight=False, markup=False)
+    console.print(f"critical path: {', '.join(parts)}", highlight=False, markup=False, soft_wrap=True)
     for path in files:
-        console.print(f"wrote {path}", highlight=False, markup=False)
+        console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_json(value: dict[str, Any]) -> None:

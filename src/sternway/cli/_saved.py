@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from sternway._bytes import show_bytes
 from sternway.cli._exit import MisuseError, usage
 from sternway.cli._graph import _demo, _failed, function_of
+from sternway.cli._progress import moving_bar
+from sternway.cli._table import TableColumn, show_table, stdout
 
 if TYPE_CHECKING:
     from sternway.saved import Offload, Report
@@ -53,8 +53,10 @@ def saved(
                 policies.append(room.compress(codec, where=where, min_bytes=min_bytes))
         if not policies:
             policies.append(room.keep())
-        for _ in range(steps):
-            report = _step(function, policies, target or "the demo")
+        with moving_bar(as_json, "the first step") as bar:
+            for step in range(steps):
+                report = _step(function, policies, target or "the demo")
+                bar.update(step + 1, steps, "steps")
     if as_json:
         typer.echo(report.to_json())
     else:
@@ -104,14 +106,14 @@ def _step(function: Callable[[], Any], policies: list[Any], target: str) -> Repo
 
 
 def _show(report: Report) -> None:
-    table = Table(box=None, header_style="bold")
-    header, *modules, total = report.cells()
-    for column, name in enumerate(header):
-        table.add_column(name, justify="left" if column in (0, len(header) - 1) else "right", no_wrap=column == 0)
-    for row in modules:
-        table.add_row(*row)
-    table.add_section()
-    table.add_row(*total, style="bold")
-    console = Console()
-    console.print(table)
-    console.print(f"Peak on the device of what the policies did not skip: {show_bytes(report.peak_bytes)}.")
+    header, *rows = report.cells()
+    drops = {"packs": 5, "again": 4, "stalled": 6, "encoded": 3, "into": 2, "ratio": 1, "skipped": 7, "kept": 1}
+    columns = [
+        TableColumn(
+            name, drops.get(name, 0), right=name not in ("module", "skipped"), wrap=name in ("module", "skipped")
+        )
+        for name in header
+    ]
+    show_table(columns, rows, styles=[""] * (len(rows) - 1) + ["bold"])
+    text = f"Peak on the device of what the policies did not skip: {show_bytes(report.peak_bytes)}."
+    stdout().print(text, highlight=False)

@@ -10,10 +10,11 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from sternway.errors import PipelineError
 
@@ -61,8 +62,15 @@ class ChaosLog:
         return str(self.of("done")[-1]["weights"]) if self.of("done") else ""
 
 
-def train_with_kills(options: ChaosOptions, *, ranks: int, kills: int) -> tuple[ChaosLog, ChaosLog]:
+Heed: TypeAlias = Callable[[dict[str, Any]], None]
+
+
+def train_with_kills(
+    options: ChaosOptions, *, ranks: int, kills: int, heed: Heed = lambda note: None
+) -> tuple[ChaosLog, ChaosLog]:
     """Train undisturbed, and then with ``kills`` processes killed at random; each run in its own folder.
+
+    ``heed`` is called with each note of the processes, soon after it is made.
 
     Raises:
         PipelineError: a run did not finish, or a folder cannot be written to.
@@ -74,8 +82,8 @@ def train_with_kills(options: ChaosOptions, *, ranks: int, kills: int) -> tuple[
     folder = Path(options.folder)
     runs = folder / "calm", folder / "chaos"
     try:
-        undisturbed = _run(replace(options, folder=str(runs[0])), ranks)
-        return undisturbed, _run(replace(options, folder=str(runs[1]), kills=chosen), ranks)
+        undisturbed = _run(replace(options, folder=str(runs[0])), ranks, heed)
+        return undisturbed, _run(replace(options, folder=str(runs[1]), kills=chosen), ranks, heed)
     except KeyboardInterrupt:
         for each in runs:
             shutil.rmtree(each, ignore_errors=True)
@@ -84,7 +92,7 @@ def train_with_kills(options: ChaosOptions, *, ranks: int, kills: int) -> tuple[
         raise
 
 
-def _run(options: ChaosOptions, ranks: int) -> ChaosLog:
+def _run(options: ChaosOptions, ranks: int, heed: Heed) -> ChaosLog:
     folder = Path(options.folder)
     try:
         if folder.exists():
@@ -102,8 +110,9 @@ def _run(options: ChaosOptions, ranks: int) -> ChaosLog:
     torchrun = subprocess.Popen(
         command, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
     )  # Ctrl-C does not reach it: this process ends it
+    notes: list[dict[str, Any]] = []
     try:
-        said = torchrun.communicate()[1].decode(errors="replace")
+        said = _follow(torchrun, folder / "notes.jsonl", notes, heed)
     except BaseException:
         _end(torchrun)
         raise
@@ -113,8 +122,22 @@ def _run(options: ChaosOptions, ranks: int) -> ChaosLog:
             got=f"exit {torchrun.returncode}: {said[-800:]}",
             fix=f"see the reports in {folder / 'reports'}",
         )
-    lines = (folder / "notes.jsonl").read_text(encoding="utf-8").splitlines()
-    return ChaosLog([json.loads(line) for line in lines], time.monotonic() - start)
+    return ChaosLog(notes, time.monotonic() - start)
+
+
+def _follow(torchrun: subprocess.Popen[bytes], path: Path, notes: list[dict[str, Any]], heed: Heed) -> str:
+    """Wait for the end, reading the notes as they come; return what was printed."""
+    while True:
+        try:
+            said = torchrun.communicate(timeout=0.2)[1].decode(errors="replace")
+        except subprocess.TimeoutExpired:
+            said = None
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []  # whole lines only
+        for line in lines[len(notes) :]:
+            notes.append(json.loads(line))
+            heed(notes[-1])
+        if said is not None:
+            return said
 
 
 def _end(torchrun: subprocess.Popen[bytes]) -> None:

@@ -24,7 +24,7 @@ from sternway.pipeline import Pipeline
 
 
 def run(rank: int, port: int, options: DemoOptions, reports: Any) -> None:
-    """One process. Rank 0 puts ("progress", steps, text) and at last ("done", outcome) into ``reports``.
+    """One process. Rank 0 puts ("progress", done, total, text) and at last ("done", outcome) into ``reports``.
 
     A rank that fails puts ("error", text, traceback).
     """
@@ -45,7 +45,31 @@ def run(rank: int, port: int, options: DemoOptions, reports: Any) -> None:
         dist.destroy_process_group()
 
 
+class _Progress:
+    """What rank 0 tells about how far all is: the steps of training, then those that are timed."""
+
+    def __init__(self, options: DemoOptions, reports: Any) -> None:
+        self._reports, self._done = reports, 0
+        ways = 2 + len(_torch_schedules(options.ranks))  # one process, ours and torch's
+        self._total = options.steps + ways * (options.compared_steps + 1)
+
+    def about(self, text: str) -> None:
+        """Something begins of which it is not known how long it takes."""
+        self._put(None, text)
+
+    def done(self, text: str) -> None:
+        """One more step is done."""
+        self._done += 1
+        self._put(self._total, text)
+
+    def _put(self, total: int | None, text: str) -> None:
+        if self._reports is not None:
+            self._reports.put(("progress", self._done, total, text))
+
+
 def _run(rank: int, options: DemoOptions, device: torch.device, reports: Any) -> DemoOutcome:
+    say = _Progress(options, reports if rank == 0 else None)
+    say.about("measuring a microbatch, choosing a schedule")
     data = batches(standard_library(), options.rows * options.microbatches, options.length)
     torch.manual_seed(0)
     model = GPT(vocabulary=256, dim=options.dim, heads=4, layers=options.layers, length=options.length)
@@ -61,13 +85,12 @@ def _run(rank: int, options: DemoOptions, device: torch.device, reports: Any) ->
         sample=x[sample],
         sample_target=target[sample],
     )
-    outcome = DemoOutcome(schedule_name=pipe.schedule.name)
+    outcome = DemoOutcome(profile=pipe.profile)
+    say.about("comparing the gradients with one process's")
     outcome.gradient_error = _compare_gradients(pipe, alone, x, target)
-    outcome.planned = pipe.schedule.simulate(pipe.costs)
-    outcome.planned_bubble = outcome.planned.bubble_rate
 
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
-    for step in range(options.steps):
+    for _ in range(options.steps):
         x, target = (tensor.to(device) for tensor in next(data))
         start = time.perf_counter()
         result = pipe.step(x, target=target, loss_everywhere=True, record=False)
@@ -76,11 +99,16 @@ def _run(rank: int, options: DemoOptions, device: torch.device, reports: Any) ->
         optimizer.zero_grad()
         assert result.loss is not None
         outcome.losses.append(float(result.loss))
-        if rank == 0:
-            speed = x.numel() / (time.perf_counter() - start)
-            reports.put(("progress", step + 1, f"loss {outcome.losses[-1]:.3f}, {speed:,.0f} tokens/s"))
-    _compare_speed(rank, options, pipe, model, alone, x, target, outcome, reports)
+        speed = x.numel() / (time.perf_counter() - start)
+        say.done(f"training: loss {outcome.losses[-1]:.3f}, {speed:,.0f} tokens/s")
+    _compare_speed(rank, options, pipe, model, alone, x, target, outcome, say)
     outcome.measured_bubble = outcome.measured.bubble_rate
+    ran = outcome.measured.schedule  # "auto" may have changed it since the first step
+    outcome.schedule_name, outcome.planned = ran.name, ran.simulate(pipe.costs)
+    outcome.planned_bubble = outcome.planned.bubble_rate
+    ours = f"sternway {ran.name}"
+    outcome.seconds = {ours if name == "sternway" else name: value for name, value in outcome.seconds.items()}
+    outcome.peaks = {ours if name == "sternway" else name: value for name, value in outcome.peaks.items()}
     return outcome
 
 
@@ -111,7 +139,7 @@ def _compare_speed(
     x: Tensor,
     target: Tensor,
     outcome: DemoOutcome,
-    reports: Any,
+    say: _Progress,
 ) -> None:
     """One step in each way, again and again in turn, so that a slow moment of the machine touches all."""
 
@@ -123,19 +151,25 @@ def _compare_speed(
     def ours() -> None:
         outcome.measured = pipe.step(x, target=target).timeline
 
-    ways: dict[str, Callable[[], None]] = {f"sternway {pipe.schedule.name}": ours}
+    ways: dict[str, Callable[[], None]] = {"sternway": ours}
+    say.about("building torch's schedules")
     for name, placement in _torch_schedules(options.ranks).items():
         ways[f"torch {name}"] = _torch_step(rank, name, placement, copy.deepcopy(model), options, x, target)
     seconds: dict[str, list[float]] = {name: [] for name in ("one process", *ways)}
     for number in range(options.compared_steps + 1):
+        words = "timing a step" if number else "warming up"
         if rank == 0:
-            reports.put(("progress", options.steps, f"comparing with torch's schedules, round {number}"))
             seconds["one process"].append(_time(one_process))
+            say.done(f"{words}: one process")
         for name, way in ways.items():
             meet()
             _reset_peak(x.device)
             seconds[name].append(_time(way))
             outcome.peaks[name] = max(outcome.peaks.get(name, 0), _peak(x.device))
+            say.done(f"{words}: {name}")
+    most = torch.tensor(list(outcome.peaks.values()))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    outcome.peaks = dict(zip(outcome.peaks, most.tolist(), strict=True))
     medians = {name: statistics.median(values[1:]) for name, values in seconds.items() if values}
     outcome.one_process = medians.pop("one process", 0.0)
     outcome.seconds = medians

@@ -127,10 +127,14 @@ class ThreeWays:
 
 @dataclass(frozen=True, slots=True)
 class SplitTimes:
-    """Medians over the rounds, in milliseconds; ``ratio`` is (I + W) / fused, the median of the rounds' own ratios."""
+    """Medians over the rounds, in milliseconds: I, W, and the fused backward that ran in turn with them.
+
+    ``ratio`` is (I + W) / fused, the median of the rounds' own ratios.
+    """
 
     i: float
     w: float
+    fused: float
     ratio: float
 
     @classmethod
@@ -138,6 +142,7 @@ class SplitTimes:
         return cls(
             i=1e3 * statistics.median(i for i, _ in pairs),
             w=1e3 * statistics.median(w for _, w in pairs),
+            fused=1e3 * statistics.median(whole for whole, _ in fused),
             ratio=statistics.median((i + w) / whole for (i, w), (whole, _) in zip(pairs, fused, strict=True)),
         )
 

@@ -6,12 +6,16 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.multiprocessing
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not exported to mypy
 
 from sternway.errors import PipelineError
+
+TOLERANCE = 1e-3  # relative, between the pipeline's gradients and one process's
+
+Progress: TypeAlias = Callable[[int, int | None, str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +48,24 @@ class DemoOutcome:
     schedule_name: str = ""
     planned: Any = None  # Timelines
     measured: Any = None
+    profile: Any = None  # what was measured of each stage
+
+    @property
+    def gradients_equal(self) -> bool:
+        """Whether the first step's gradients were those of one process."""
+        return self.gradient_error < TOLERANCE
 
     def efficiency(self, ranks: int) -> dict[str, float]:
         """For each way to run a step, one process's time over the time of all ranks together."""
         return {name: self.one_process / (ranks * seconds) for name, seconds in self.seconds.items()}
 
 
-def train(options: DemoOptions, progress: Callable[[int, str], None] = lambda steps, text: None) -> DemoOutcome:
+def train(options: DemoOptions, progress: Progress = lambda done, total, text: None) -> DemoOutcome:
     """Train across ``options.ranks`` local processes, then time a step beside one process and torch's schedules.
 
     Args:
         options: the size of the model, the data and the pipeline.
-        progress: called with the number of steps done and a line about what goes on.
+        progress: called with how much is done, of how much (None while that is not known), and what goes on.
 
     Raises:
         PipelineError: a process failed.
@@ -72,11 +82,11 @@ def train(options: DemoOptions, progress: Callable[[int, str], None] = lambda st
         context.Process(target=run, args=(rank, store.port, options, reports), daemon=True)
         for rank in range(options.ranks)
     ]
-    with _no_interrupts():
-        for process in processes:
-            process.start()
     patience = 0.0
     try:
+        with _no_interrupts():  # one that waits is raised at its end, where processes are there to be ended
+            for process in processes:
+                process.start()
         while True:
             kind, *values = _next_report(reports, processes)
             if kind == "done":
@@ -89,6 +99,7 @@ def train(options: DemoOptions, progress: Callable[[int, str], None] = lambda st
                 raise error
             progress(*values)
     finally:
+        processes = [process for process in processes if process.pid is not None]
         for process in processes if patience == 0 else []:  # all of them before one sees that another is gone
             process.kill()
         for process in processes:

@@ -95,6 +95,7 @@ def _snapshot(roots: list[GradientEdge], model: nn.Module | None) -> Graph:
         parameters=_parameters(model, order, reader),
         split=preview(roots, order, nodes),
         torch=torch.__version__,
+        classes=() if model is None else tuple((name, type(each).__name__) for name, each in model.named_modules()),
     )
 
 

@@ -42,6 +42,7 @@ def to_record(graph: Graph) -> dict[str, Any]:
         "roots": graph.roots,
         "nodes": nodes,
         "parameters": parameters,
+        "classes": dict(graph.classes),
         "split": {
             "waits": [_fields(wait) for wait in graph.split.waits],
             "ready": graph.split.ready,
@@ -113,6 +114,7 @@ def _graph(record: dict[str, Any]) -> Graph:
             record["split"]["refused"],
         ),
         torch=record["torch"],
+        classes=tuple(record.get("classes", {}).items()),
     )
 
 

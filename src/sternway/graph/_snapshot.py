@@ -66,6 +66,7 @@ class Graph:
     parameters: tuple[Parameter, ...] | None  # None: no model was given
     split: SplitPreview
     torch: str
+    classes: tuple[tuple[str, str], ...] = ()  # each module's class, by its name; () without a model
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:

@@ -87,6 +87,7 @@ class Pipeline:
             gradients, change with it. Copies of a pipeline (``mesh``) keep the first one.
 
     Attributes:
+        profile: what was measured of ``sample``, one entry for each stage; None if nothing was.
         stages: this process's, by index.
         transport: carries the messages.
 
@@ -141,7 +142,7 @@ class Pipeline:
             self._everyone, None if memory is None else parse_bytes(memory, "memory", PipelineError),
         )  # fmt: skip
         self._plan = agreed_plan(request, self.transport)
-        first = self._plan.schedule
+        first, self.profile = self._plan.schedule, self._plan.profile
         self.stages = make_stages(self._plan, loss_fn, saved, scaler)
         ranks_here = self.transport.mine or tuple(range(ranks))
         routes = Routes(first.num_stages, checked_skips(skips, first.num_stages))

@@ -57,6 +57,7 @@ class ModuleRow:
             show_bytes(self.moved_bytes),
             show_bytes(self.kept_bytes),
             show_bytes(self.deduplicated_bytes),
+            *((show_bytes(self.encoded_from), show_bytes(self.encoded_to)) if self.encoded_to else ("", "")),
             f"{self.ratio:.1f}" if self.encoded_to else "",
             f"{1000 * self.stall_seconds:.1f} ms" if self.stall_seconds else "",
             ", ".join(f"{reason} {show_bytes(size)}" for reason, size in self.skipped.items()),
@@ -294,4 +295,4 @@ _COUNTS = (
     "encoded_to",
     "stall_seconds",
 )
-_HEADER = ("module", "packs", "packed", "moved", "kept", "again", "ratio", "stalled", "skipped")
+_HEADER = ("module", "packs", "packed", "moved", "kept", "again", "encoded", "into", "ratio", "stalled", "skipped")

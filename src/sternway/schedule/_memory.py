@@ -5,7 +5,7 @@ its W, and nothing after that. What F keeps counts from the start of F. What a b
 an overlapped pair has both at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,3 +44,28 @@ def peak(schedule: "Schedule", rank: int, memory_after_i: float) -> float:
     """Return the most that a rank keeps at any step."""
     # After a step, too: I can leave more than F kept.
     return max(map(max, memory_steps(schedule, rank, memory_after_i)), default=0.0)
+
+
+def kept_steps(
+    schedule: "Schedule", rank: int, after_f: Sequence[float], after_i: Sequence[float]
+) -> Iterator[tuple[float, float]]:
+    """``memory_steps`` for stages of unequal size: what F of each stage keeps, and what I leaves of it.
+
+    Example:
+        >>> from sternway import schedule
+        >>> list(kept_steps(schedule.from_csv("0F0,0B0"), 0, [300], [100]))
+        [(300, 300), (300, 0)]
+    """
+    level: float = 0
+    for step in schedule.actions[rank]:
+        during = level
+        for action in step.actions:
+            whole, rest = after_f[action.stage], after_i[action.stage]
+            if action.op == "F":
+                level += whole
+                during = level
+            elif action.op == "I":
+                level += rest - whole
+            else:
+                level -= rest if action.op == "W" else whole
+        yield during, level

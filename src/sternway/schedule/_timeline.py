@@ -11,13 +11,15 @@ busiest rank, so that the rate is 0 when no other order of the same actions coul
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Overlap
 from sternway.schedule._costs import Costs
-from sternway.schedule._memory import memory_steps, peak
+from sternway.schedule._memory import kept_steps, memory_steps, peak
 
 if TYPE_CHECKING:
     from sternway.schedule._schedule import Schedule
@@ -131,11 +133,31 @@ class Timeline:
     @property
     def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
         """For each rank, its memory over time: pairs of (time, memory from then on)."""
-        return tuple(self._memory_of(rank) for rank in range(len(self.events)))
+        after_i = self.costs.memory_after_I
+        return tuple(self._curve(rank, memory_steps(self.schedule, rank, after_i)) for rank in range(len(self.events)))
 
-    def _memory_of(self, rank: int) -> tuple[tuple[float, float], ...]:
+    def memory_of(
+        self, after_f: Sequence[float], after_i: Sequence[float]
+    ) -> tuple[tuple[tuple[float, float], ...], ...]:
+        """``memory`` in units of your own, such as bytes: what F of each stage keeps, and what I leaves of it.
+
+        Example:
+            >>> from sternway import schedule
+            >>> schedule.make("gpipe", ranks=1, microbatches=2).simulate().memory_of([100], [50])
+            (((0.0, 100), (1.0, 200), (4.0, 100), (6.0, 0)),)
+        """
+        for name, sizes in (("after_f", after_f), ("after_i", after_i)):
+            if len(sizes) != self.schedule.num_stages:
+                raise ScheduleError(
+                    f"{name} must have one size for each of {self.schedule.num_stages} stages",
+                    got=str(len(sizes)),
+                    fix="pass a list of that length",
+                )
+        ranks = range(len(self.events))
+        return tuple(self._curve(rank, kept_steps(self.schedule, rank, after_f, after_i)) for rank in ranks)
+
+    def _curve(self, rank: int, levels: Iterator[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
         curve = [(0.0, 0.0)]
-        levels = memory_steps(self.schedule, rank, self.costs.memory_after_I)
         for event, (during, after) in zip(self.events[rank], levels, strict=True):
             for time, level in ((event.start, during), (event.end, after)):
                 if time == curve[-1][0]:  # what is freed and taken at the same time was never free
@@ -179,6 +201,12 @@ class Timeline:
         from sternway.schedule.formats import to_svg
 
         return to_svg(self)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write a page with this timeline, to zoom and to ask about, and return its path."""
+        from sternway.schedule.formats import write_timeline
+
+        return write_timeline(self, path)
 
     def draw(self, *, color: bool = False, width: int | None = None) -> str:
         """Return a drawing for a terminal: one line for each rank, time to the right."""

@@ -1,14 +1,42 @@
-"""One self-contained, offline HTML file from what any room exports as JSON: graphs, timelines, curves.
+"""One self-contained, offline HTML file: a graph to walk in, or a report of timelines, bars, curves and tables.
 
 Example:
     >>> import tempfile
     >>> from sternway import viewer
-    >>> bar = {"rank": 0, "label": "0F0", "op": "F", "microbatch": 0, "stage": 0, "start": 0.0, "end": 1.0}
-    >>> step = {"ranks": 1, "series": [{"name": "planned", "events": [bar]}]}
-    >>> viewer.write(tempfile.mktemp(suffix=".html"), title="A step", timelines=step).exists()
+    >>> run = viewer.LaneRun("planned", [viewer.LaneEvent(0, "0F0", "F", 0.0, 1.0, stage=0, microbatch=0)])
+    >>> viewer.write(tempfile.mktemp(suffix=".html"), title="A step", sections=[viewer.Lanes("Step", [run])]).exists()
     True
 """
 
+from sternway.viewer._sections import (
+    Bar,
+    Bars,
+    Cell,
+    Curve,
+    Curves,
+    LaneEvent,
+    LaneRun,
+    Lanes,
+    PageSection,
+    Sheet,
+    Terms,
+    Verdict,
+)
 from sternway.viewer._write import render, write
 
-__all__ = ["render", "write"]
+__all__ = [
+    "Bar",
+    "Bars",
+    "Cell",
+    "Curve",
+    "Curves",
+    "LaneEvent",
+    "LaneRun",
+    "Lanes",
+    "PageSection",
+    "Sheet",
+    "Terms",
+    "Verdict",
+    "render",
+    "write",
+]

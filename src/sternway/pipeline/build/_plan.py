@@ -50,21 +50,8 @@ class BuildPlan:
         """The most bytes of activations that each rank holds at once by this plan, if they were measured."""
         if self.profile is None:
             return None
-        after_f, after_i = self.profile.bytes_after_F, self.profile.bytes_after_I
-        peaks = []
-        for steps in self.schedule.actions:
-            held = peak = 0
-            for action in (action for step in steps for action in step.actions):
-                stage = action.stage
-                if action.op == "F":
-                    held += after_f[stage]
-                elif action.op == "I":
-                    held += after_i[stage] - after_f[stage]
-                else:
-                    held -= after_i[stage] if action.op == "W" else after_f[stage]
-                peak = max(peak, held)
-            peaks.append(peak)
-        return peaks
+        curves = self.schedule.simulate().memory_of(self.profile.bytes_after_F, self.profile.bytes_after_I)
+        return [int(max(level for _, level in curve)) for curve in curves]
 
 
 def make_plan(request: BuildRequest, transport: Transport, draft: Draft | None, best: PlanOption | None) -> BuildPlan:

@@ -70,7 +70,8 @@ def to_svg(timeline: Timeline) -> str:
     width, height = f"{page.width:.0f}", f"{page.height:.0f}"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img" font-family="system-ui, sans-serif" font-size="12" fill="#111">',
+        f'height="{height}" style="max-width: 100%; height: auto" role="img" '
+        'font-family="system-ui, sans-serif" font-size="12" fill="#111">',
         *_heading(timeline),
         *_ranks(timeline, page),
         *_time_axis(timeline, page),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from html import escape
+from pathlib import Path
 
 from sternway.errors import ScheduleError
 from sternway.schedule._costs import EPSILON, Costs
@@ -92,6 +93,12 @@ class Comparison:
     def best(self) -> Row:
         """The fastest row that fits."""
         return self.rows[0]
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write a page with the best timeline, all schedules and what each rank keeps, and return its path."""
+        from sternway.schedule.formats import write_comparison
+
+        return write_comparison(self, path)
 
     def table(self) -> str:
         """Return the comparison as plain text, one line for each schedule."""

@@ -34,14 +34,32 @@ class GraphView {
     this.picture.colour = this.colour.value;
     this.left.append(this.picture.svg);
     this.details = make("div", { class: "details", id: "details" });
-    this.side.replaceChildren(this.details, ...this.diffTable(), make("h2", {}, `Modules: ${this.tree.record.nodes.length} nodes, ${shownBytes(this.tree.total)} saved`), this.modules());
+    this.side.replaceChildren(this.details, ...this.diffTable(), ...this.largest(),
+      make("h2", {}, `Modules: ${this.tree.record.nodes.length} nodes, ${shownBytes(this.tree.total)} saved`), this.modules());
     this.explain();
+    this.picture.openAroundFolds();
     this.picture.draw(true);
+  }
+  // The largest tensors that wait for the backward; each leads to its node.
+  largest() {
+    const rows = this.tree.kept(), first = 10, element = make("div", { id: "largest" });
+    if (!rows.length) return [];
+    const show = (some) => {
+      const most = rows[0].bytes || 1;
+      element.replaceChildren(table([
+        { title: "tensor", value: (row) => row.text },
+        { title: "saved by", value: (row) => row.by },
+        { title: "bytes", number: true, value: (row) => row.bytes, show: (row) => [shownBytes(row.bytes), make("span", { class: "fill", style: `width:${Math.round(100 * row.bytes / most)}%` })] },
+      ], some, { onRow: (row) => this.picture.reveal(row.node), key: (row) => row.node }));
+      if (some.length < rows.length) element.append(make("button", { type: "button", class: "more", onclick: () => show(rows) }, `All ${rows.length}`));
+    };
+    show(rows.slice(0, first));
+    return [make("h2", {}, "Largest saved tensors"), element];
   }
   modules() {
     const rows = [...moduleRows(this.tree).values()], most = rows.reduce((most, row) => Math.max(most, row.bytes), 1);
     const element = table([
-      { title: "module", value: (row) => row.module, show: (row) => row.module || "(none)" },
+      { title: "module", value: (row) => row.module, show: (row) => [row.module || "(none)", make("span", { class: "dim" }, ` ${this.tree.classes[row.module] || ""}`)] },
       { title: "nodes", number: true, value: (row) => row.nodes },
       { title: "saved", number: true, value: (row) => row.bytes, show: (row) => [shownBytes(row.bytes), make("span", { class: "fill", style: `width:${Math.round(100 * row.bytes / most)}%` })] },
     ], rows, { onRow: (row) => this.picture.reveal(this.firstOf(row.module)), key: (row) => row.module });
@@ -75,7 +93,11 @@ class GraphView {
     const say = (term, ...what) => rows.push(make("dt", {}, term), make("dd", {}, ...what));
     if (note) say("Note", note);
     if (item.group) {
-      say("Module", item.group.name || "(none)"); say("Nodes", String(item.group.count));
+      const group = item.group, kind = this.tree.classOf(group.isFold ? group.groups[0] : group);
+      say(group.isModule ? "Module" : "Modules", group.isModule ? group.name || "(none)" : runName(group));
+      if (kind) say("Class", kind);
+      if (group.isFold) say("Folded", `${group.groups.length} of the same structure; opening it opens the first`);
+      say("Nodes", String(group.count));
       say("Saved", `${shownBytes(item.group.bytes)} (${item.group.bytes} bytes)`);
     } else {
       const record = this.tree.record, node = record.nodes[item.node];

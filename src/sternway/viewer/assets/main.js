@@ -7,25 +7,29 @@
   document.getElementById("title").textContent = data.title;
   const views = [];
   if (data.graph) views.push(["Graph", new GraphView(data)]);
-  if (data.timelines) views.push(["Timeline", new TimelineView(data.timelines)]);
-  if (data.curves) views.push(["Curves", new CurvesView(data.curves)]);
+  if (data.sections.length) views.push(["Report", new ReportView(data.sections)]);
   let on = null;
   const started = new Set();
   const show = (view) => {
     on = view;
-    for (const [, each] of views) { each.element.classList.toggle("on", each === view); each.tab.setAttribute("aria-selected", String(each === view)); }
+    for (const [, each] of views) {
+      each.element.classList.toggle("on", each === view);
+      each.tab.setAttribute("aria-selected", String(each === view));
+    }
     if (!started.has(view)) { started.add(view); view.start(); }
   };
   for (const [name, view] of views) {
-    view.tab = make("button", { role: "tab", onclick: () => show(view) }, name);
+    view.element.setAttribute("role", views.length > 1 ? "tabpanel" : "presentation");
+    view.element.setAttribute("aria-label", name);
+    view.tab = make("button", { type: "button", role: "tab", "aria-controls": view.element.id, onclick: () => show(view) }, name);
     tabs.append(view.tab);
     main.append(view.element);
   }
-  tabs.hidden = views.length < 2;
+  if (views.length < 2) { tabs.remove(); views.forEach(([, view]) => view.element.removeAttribute("role") || view.element.removeAttribute("aria-label")); }
   show(views[0][1]);
   const turn = () => {
     root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
-    started.forEach((view) => (view.picture ? view.picture.draw() : view.start()));
+    if (views[0][1].picture) views[0][1].picture.draw();
   };
   document.getElementById("theme").addEventListener("click", turn);
   document.addEventListener("keydown", (event) => {
@@ -33,11 +37,11 @@
     const typing = ["INPUT", "SELECT"].includes(event.target.tagName);
     if (typing && event.key !== "Escape") return;
     if (typing) event.target.blur();
-    if (event.target.tagName === "BUTTON" && event.key === "Enter") return;
+    if (event.target.tagName === "BUTTON" && (event.key === "Enter" || event.key === " ")) return;
     if (event.key === "t") turn();
     else if (!on.key(event)) return;
     event.preventDefault();
   });
   window.sternway = { data, views: Object.fromEntries(views) };
-  requestAnimationFrame(() => { root.dataset.ready = String(Math.round(performance.now())); });
+  requestAnimationFrame(() => requestAnimationFrame(() => { root.dataset.ready = String(Math.round(performance.now())); }));
 })();

@@ -1,16 +1,15 @@
 "use strict";
 // The picture: what is open of the tree, laid out by dagre, drawn as SVG, with panning and zooming.
-const LAYOUT = dagre.layout ? dagre : dagre.default;
 const MOST = 700; // boxes at once; the layout takes seconds beyond
 
 class Picture {
   constructor(tree, { onChoose, changes }) {
     this.tree = tree; this.onChoose = onChoose; this.changes = changes || new Map();
-    this.open = new Set([tree.root]); this.chosen = null; this.hits = new Set(); this.way = []; this.colour = "bytes";
+    this.open = new Set([tree.root]); this.out = new Set(); this.rests = new Map(); this.chosen = null; this.hits = new Set(); this.way = []; this.colour = "bytes";
     this.view = make("g");
     const arrow = make("marker", { id: "arrow", viewBox: "0 0 8 8", refX: 7, refY: 4, markerWidth: 7, markerHeight: 7,
       orient: "auto-start-reverse" }, make("path", { d: "M0,0.5 L8,4 L0,7.5 z", fill: "var(--edge)" }));
-    this.svg = make("svg", { class: "picture", role: "img", "aria-label": "the graph" }, make("defs", {}, arrow), this.view);
+    this.svg = make("svg", { class: "picture", role: "application", "aria-label": "The graph: arrow keys walk from box to box, E opens one, C closes" }, make("defs", {}, arrow), this.view);
     this.at = { x: 0, y: 0, scale: 1 };
     this.move();
   }
@@ -21,13 +20,38 @@ class Picture {
     const stack = [this.tree.root];
     while (stack.length) {
       const group = stack.pop();
-      for (const inner of group.groups) {
+      for (const inner of group.isFold ? this.unfolded(group) : group.groups) {
         if (this.open.has(inner)) stack.push(inner);
         else { const at = add({ group: inner, parent: group }); for (const id of this.tree.ids(inner)) itemOf[id] = at; }
       }
       for (const id of group.nodes) itemOf[id] = add({ node: id, parent: group });
     }
     return { list, items, itemOf };
+  }
+  // The members of an open fold: those taken out of it, and what is left between them, folded.
+  unfolded(group) {
+    const shown = [];
+    let rest = [];
+    const flush = () => {
+      if (rest.length > 1) {
+        const key = `${group.name} ${rest[0].first} ${rest.length}`;
+        if (!this.rests.has(key)) this.rests.set(key, restOf(this.tree, group, rest));
+        shown.push(this.rests.get(key));
+      } else shown.push(...rest);
+      rest = [];
+    };
+    for (const member of group.groups) if (this.out.has(member)) { flush(); shown.push(member); } else rest.push(member);
+    flush();
+    return shown;
+  }
+  // At first everything is closed, but for what has folds inside: they show how the model is made.
+  openAroundFolds() {
+    for (const each of this.tree.folds) {
+      const way = [];
+      for (let g = each.parent; g && !this.open.has(g); g = g.parent) way.push(g);
+      if (way.some((g) => g.isFold) || this.visible().list.length + way.reduce((sum, g) => sum + g.groups.length + g.nodes.length, 0) > 40) continue;
+      for (const g of way) this.open.add(g);
+    }
   }
   draw(fit) {
     const nodes = this.tree.record.nodes, { list, items, itemOf } = this.visible();
@@ -48,7 +72,7 @@ class Picture {
     };
     for (const item of list) {
       item.label = item.group ? item.group.label : this.label(nodes[item.node]);
-      item.small = item.group ? `${item.group.count} nodes · ${shownBytes(item.group.bytes)}` : this.small(item.node);
+      item.small = item.group ? this.tree.about(item.group) : this.small(item.node);
       g.setNode(item.key, { width: Math.max(74, 16 + 7.1 * Math.max(item.label.length + 2, item.small.length * 0.92)), height: 40 });
       const outer = box(item.parent);
       if (outer) g.setParent(item.key, outer);
@@ -61,7 +85,7 @@ class Picture {
         if (a !== b && !seen.has(key)) { seen.add(key); g.setEdge(list[a].key, list[b].key); }
       }
     });
-    LAYOUT.layout(g);
+    layOut(g, [...boxes.values()]);
     this.items = list; this.itemOf = itemOf; this.laid = g;
     this.paint(boxes);
     if (fit) this.fit();
@@ -74,14 +98,14 @@ class Picture {
   }
   paint(boxes) {
     const g = this.laid, way = new Set(this.way), largest = Math.max(1, ...this.items.map((item) => this.weight(item)));
-    const layer = make("g");
+    const layer = make("g"), headings = [];
     for (const [group, key] of boxes) {
       const at = g.node(key);
       const x = at.x - at.width / 2, y = at.y - at.height / 2;
       layer.append(make("g", { class: "open" },
         make("rect", { x, y, width: at.width, height: at.height }),
-        make("rect", { class: "handle", x, y, width: at.width, height: 18, onclick: () => this.close(group) }),
-        make("text", { x: x + 8, y: y + 13 }, `▾ ${group.label} · ${shownBytes(group.bytes)}`)));
+        make("rect", { class: "handle", x, y, width: at.width, height: HEADING, onclick: () => this.close(group) })));
+      headings.push(make("text", { x: x + 8, y: y + 14, class: "heading" }, this.heading(group, at.width)));
     }
     const steps = new Set();
     for (let i = 1; i < this.way.length; i++) steps.add(this.itemOf[this.way[i - 1]] + " " + this.itemOf[this.way[i]]);
@@ -90,8 +114,14 @@ class Picture {
       const on = steps.has(`${edge.v.slice(1)} ${edge.w.slice(1)}`) || steps.has(`${edge.w.slice(1)} ${edge.v.slice(1)}`);
       layer.append(make("path", { class: on ? "edge way" : "edge", d, "marker-end": "url(#arrow)" }));
     }
+    layer.append(...headings); // over the edges
     for (const item of this.items) layer.append(this.paintItem(item, g.node(item.key), largest, way));
     this.view.replaceChildren(layer);
+  }
+  heading(group, width) { // as much as there is room for
+    const words = [`▾ ${group.label}`, this.tree.classOf(group), shownBytes(group.bytes)].filter(Boolean);
+    while (words.length > 1 && 6.8 * words.join(" · ").length > width - 12) words.pop();
+    return words.join(" · ");
   }
   weight(item) { return item.group ? item.group.bytes : this.tree.bytes[item.node]; }
   paintItem(item, at, largest, way) {
@@ -106,14 +136,12 @@ class Picture {
     if (item.group && change) marks.push(change);
     const element = make("g", { class: marks.join(" "), tabindex: 0, role: "button", "data-key": item.key,
       "data-module": item.group ? item.group.name : undefined, "data-node": item.group ? undefined : item.node,
-      "aria-label": `${item.label}, ${item.small}`,
       transform: `translate(${(at.x - at.width / 2).toFixed(1)},${(at.y - at.height / 2).toFixed(1)})`,
       onclick: (event) => this.choose(item, event.shiftKey), ondblclick: () => this.toggle(item),
       onfocus: () => { this.focused = item; } },
     make("rect", { width: at.width, height: at.height, fill: this.fill(item, largest) }),
     make("text", { x: 8, y: 16 }, (item.group ? "▸ " : "") + item.label),
-    make("text", { x: 8, y: 32, class: "dim" }, item.small),
-    make("title", {}, item.group ? item.group.name || item.label : this.tree.record.nodes[item.node].kind));
+    make("text", { x: 8, y: 32, class: "sub" }, item.small));
     item.element = element;
     return element;
   }
@@ -121,7 +149,7 @@ class Picture {
     const dark = document.documentElement.dataset.theme === "dark";
     if (this.colour === "bytes") {
       const share = Math.sqrt(this.weight(item) / largest);
-      return `hsl(212 ${Math.round(20 + 60 * share)}% ${dark ? Math.round(16 + 26 * share) : Math.round(96 - 26 * share)}%)`;
+      return `hsl(212 ${Math.round(20 + 60 * share)}% ${dark ? Math.round(16 + 22 * share) : Math.round(96 - 20 * share)}%)`;
     }
     const name = this.colour === "kind" && !item.group ? this.tree.record.nodes[item.node].kind : item.label;
     let hash = 7;
@@ -131,17 +159,21 @@ class Picture {
   choose(item, asEnd) { this.chosen = item; this.onChoose(item, asEnd); }
   toggle(item) {
     if (!item || !item.group) return;
-    const more = item.group.groups.length + item.group.nodes.length;
+    const folded = item.group.isFold, inner = folded ? item.group.groups[0] : item.group, more = inner.groups.length + inner.nodes.length;
     if (this.items.length + more > MOST) { this.onChoose(item, false, "Too many boxes are open: close one first (c)."); return; }
-    this.open.add(item.group);
+    if (folded) this.takeOut(inner); // of identical ones, one is opened
+    this.open.add(inner);
+    if (inner.unit) this.open.add(inner.unit);
     this.chosen = null;
     this.draw(false);
-    const first = this.items.find((each) => each.parent === item.group);
+    const first = this.items.find((each) => each.parent === (inner.unit || inner));
     this.at.scale = Math.max(this.at.scale, 0.7);
     if (first) { this.centre(first); this.choose(first); first.element.focus({ preventScroll: true }); }
   }
+  takeOut(member) { this.out.add(member); this.open.add(member.parent); }
   close(group) {
-    for (const inner of [...this.open]) { let g = inner; while (g && g !== group) g = g.parent; if (g === group) this.open.delete(inner); }
+    const inside = (inner) => { let g = inner; while (g && g !== group) g = g.parent; return g === group; };
+    for (const set of [this.open, this.out]) for (const inner of [...set]) if (inside(inner) && (set === this.open || inner !== group)) set.delete(inner);
     this.open.add(this.tree.root);
     this.chosen = { group };
     this.draw(false);
@@ -150,7 +182,7 @@ class Picture {
   }
   // Open every box around a node, so that it is shown itself.
   reveal(id) {
-    for (let g = this.tree.groupOf[id]; g; g = g.parent) this.open.add(g);
+    for (let g = this.tree.groupOf[id]; g; g = g.parent) { this.open.add(g); if (g.parent && g.parent.isFold) this.takeOut(g); }
     this.chosen = { node: id };
     this.draw(false);
     const item = this.items[this.itemOf[id]];

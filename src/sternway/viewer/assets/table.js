@@ -1,25 +1,29 @@
 "use strict";
-// A table whose columns sort when their heading is clicked (or Enter is pressed on it).
-function table(columns, rows, { onRow, key } = {}) {
+// A table whose columns sort when their heading is pressed; with onRow, each row is something to press, too.
+function table(columns, rows, { onRow, key, rowClass } = {}) {
   let by = null, down = true;
   const body = make("tbody");
   const fill = () => {
     const sorted = by === null ? rows : [...rows].sort((a, b) => {
       const x = columns[by].value(a), y = columns[by].value(b);
+      if (x === null || y === null) return (x === null) - (y === null); // what is not known comes last
       return (x < y ? -1 : x > y ? 1 : 0) * (down ? -1 : 1);
     });
-    body.replaceChildren(...sorted.slice(0, 2000).map((row) => make("tr",
-      { tabindex: 0, "data-key": key ? key(row) : undefined, onclick: () => onRow && onRow(row),
-        onkeydown: (event) => { if (event.key === "Enter" && onRow) { onRow(row); event.stopPropagation(); } } },
-      columns.map((column) => make("td", { class: column.number ? "number" : "name" },
-        column.show ? column.show(row) : String(column.value(row)))))));
+    const press = (row) => (onRow ? { tabindex: 0, class: "press", onclick: () => onRow(row),
+      onkeydown: (event) => { if (event.key === "Enter") { onRow(row); event.stopPropagation(); } } } : { class: rowClass && rowClass(row) });
+    body.replaceChildren(...sorted.slice(0, 2000).map((row) => make("tr", { "data-key": key ? key(row) : undefined, ...press(row) },
+      columns.map((column) => make("td", { class: column.number ? "number" : "name" }, column.show ? column.show(row) : String(column.value(row)))))));
   };
-  const turn = (index) => { down = by === index ? !down : true; by = index; fill(); };
-  const head = make("tr", {}, columns.map((column, index) => make("th",
-    { tabindex: 0, class: column.number ? "number" : "", onclick: () => turn(index),
-      onkeydown: (event) => { if (event.key === "Enter") { turn(index); event.stopPropagation(); } } }, column.title)));
+  const heads = columns.map((column, index) => make("th", { scope: "col", class: column.number ? "number" : "" },
+    make("button", { type: "button", class: "sort", onclick: () => turn(index) }, column.title)));
+  const turn = (index) => {
+    down = by === index ? !down : Boolean(columns[index].number);
+    by = index;
+    heads.forEach((head, place) => { if (place === by) head.setAttribute("aria-sort", down ? "descending" : "ascending"); else head.removeAttribute("aria-sort"); });
+    fill();
+  };
   fill();
-  return make("table", {}, make("thead", {}, head), body);
+  return make("table", {}, make("thead", {}, make("tr", {}, heads)), body);
 }
 
 function signed(count) { return (count > 0 ? "+" : count < 0 ? "−" : "±") + shownBytes(Math.abs(count)); }

@@ -1,91 +1,115 @@
 "use strict";
-// Timelines (planned, measured: one below the other, on one scale) and curves.
-const OPS = { F: 212, I: 28, W: 140, B: 280, send: 0, recv: 0 };
-
-function hue(name) {
-  if (name in OPS) return OPS[name];
-  let hash = 7;
-  for (const letter of String(name)) hash = (hash * 31 + letter.codePointAt(0)) % 360;
-  return hash;
-}
-
-function colourOf(name) { return `hsl(${hue(name)} 55% ${document.documentElement.dataset.theme === "dark" ? 42 : 72}%)`; }
-
-function short(number) { return Number(number.toPrecision(4)).toString(); }
-
-// Round numbers from low to high, four to ten of them.
-function ticks(low, high) {
-  const rough = (high - low) / 5, power = 10 ** Math.floor(Math.log10(rough)), step = [1, 2, 5, 10].find((n) => n * power >= rough) * power;
-  return Array.from({ length: Math.floor(high / step) - Math.ceil(low / step) + 1 }, (_, i) => (Math.ceil(low / step) + i) * step);
-}
+// Timelines one below the other (planned, measured), on one scale: zoom, pan, choose an action, select a range.
+const LANES = { left: 86, right: 16, row: 26, box: 22, strip: 40, ruler: 24 };
+let timelines = 0;
 
 class TimelineView {
-  constructor(data) {
-    this.data = data;
-    this.scale = 1;
-    this.body = make("div", { class: "scroll" });
-    const button = (text, factor) => make("button", { onclick: () => { this.scale = factor ? this.scale * factor : 1; this.draw(); } }, text);
-    this.bar = make("div", { class: "bar" }, button("+", 1.5), button("−", 1 / 1.5), button("Fit", 0), make("span", { id: "about" }));
-    this.element = make("div", { class: "view", id: "timeline" }, make("div", { class: "left" }, this.bar, this.body));
+  constructor(section, onActive) {
+    this.section = section; this.unit = section.unit; this.number = timelines++;
+    this.runs = section.runs.map((run) => new Run(run, section));
+    this.end = this.runs.reduce((most, run) => Math.max(most, run.end), 0) || 1;
+    this.least = this.runs.reduce((least, run) => Math.min(least, run.shortest), this.end) / 10;
+    this.view = [0, this.end]; this.range = null; this.chosen = null; this.pointer = null; this.wide = 0;
+    this.path = this.runs.some((run) => run.critical.length);
+    this.details = make("div", { class: "details panel", role: "status", id: `details-${this.number}` });
+    this.frames = this.runs.map((run, index) => make("div", { class: "frame", "data-run": index }));
+    this.element = make("div", { class: "timeline" }, this.legend(), this.bar(),
+      this.runs.map((run, index) => make("div", { class: "run" }, make("h3", {}, run.name, make("span", { class: "dim" }, this.heading(run))), this.frames[index])), this.details);
+    this.element.addEventListener("focusin", onActive);
+    this.element.addEventListener("pointerenter", onActive);
+    for (const frame of this.frames) new LaneHand(this, frame);
+    follow(this.frames[0] || this.element, (wide) => { this.wide = wide; this.draw(); });
+    this.say();
   }
-  start() { this.draw(); }
+  heading(run) {
+    const words = [` ${shown(run.end, this.unit)}`];
+    if (run.bubble !== null) words.push(`bubble ${shownShare(run.bubble)}`);
+    return words.join(" · ");
+  }
+  legend() {
+    const ops = order(new Set(this.runs.flatMap((run) => run.events.map((event) => event.op))));
+    const entry = (mark, text) => make("span", {}, mark, text);
+    const entries = ops.map((op) => entry(make("i", { class: "swatch", style: `background:${colourOf(op, 0)}` }), MEANING[op] ? `${op === "+" ? "" : op + " "}${MEANING[op]}` : op));
+    entries.push(entry(make("i", { class: "swatch hatch" }), "idle: the bubble"));
+    if (this.runs.some((run) => run.events.some((event) => event.tint))) entries.push(make("span", { class: "dim" }, "lighter: the rank's later stages"));
+    if (this.path) entries.push(entry(make("i", { class: "swatch path" }), "critical path"));
+    if (ops.some((op) => MEANING[op])) entries.push(make("span", {}, make("b", {}, "3B0"), " is stage 3, B, microbatch 0"));
+    return make("div", { class: "legend" }, entries);
+  }
+  bar() {
+    const button = (text, label, action, more = {}) => make("button", { type: "button", "aria-label": label, title: label, onclick: action, ...more }, text);
+    const keys = [["W S", "zoom"], ["A D", "pan"], ["wheel, drag", "the same"], ["Shift-drag", "range"], ["← → ↑ ↓", "walk"], ["[ ]", "range from, to"], ["F", "to what is chosen"], ["0", "all"], ["Esc", "clear"]];
+    return make("div", { class: "bar" }, button("+", "Zoom in (W)", () => this.zoom(0.5)), button("−", "Zoom out (S)", () => this.zoom(2)), button("All", "Show all (0)", () => this.show(0, this.end)),
+      this.path ? button("Critical path", "Show the critical path", (event) => { this.path = !this.path; event.currentTarget.setAttribute("aria-pressed", String(this.path)); this.later(); }, { "aria-pressed": "true", class: "critical" }) : null,
+      make("span", { class: "keys" }, keys.flatMap(([key, what]) => [make("kbd", {}, key), ` ${what} `])));
+  }
+  // Places
+  get span() { return Math.max(1, this.wide - LANES.left - LANES.right); }
+  x(time) { return LANES.left + ((time - this.view[0]) / (this.view[1] - this.view[0])) * this.span; }
+  time(x) { return this.view[0] + ((x - LANES.left) / this.span) * (this.view[1] - this.view[0]); }
+  show(from, to) {
+    const length = Math.min(this.end, Math.max(this.least, to - from)), start = Math.min(this.end - length, Math.max(0, from));
+    this.view = [start, start + length];
+    this.later();
+  }
+  zoom(factor, at = this.pointer) {
+    const [from, to] = this.view, middle = at === null ? (from + to) / 2 : Math.min(to, Math.max(from, at));
+    const length = Math.min(this.end, Math.max(this.least, (to - from) * factor)), share = (middle - from) / (to - from);
+    this.show(middle - share * length, middle + (1 - share) * length);
+  }
+  pan(share) { const length = this.view[1] - this.view[0]; this.show(this.view[0] + share * length, this.view[1] + share * length); }
+  get whole() { return this.view[1] - this.view[0] >= this.end * 0.999999; }
+  // Drawing
+  later() {
+    if (this.waiting) return;
+    this.waiting = true;
+    requestAnimationFrame(() => { this.waiting = false; this.draw(); });
+  }
   draw() {
-    const { series } = this.data, row = 26, left = 52;
-    const every = series.flatMap((one) => one.events), end = every.reduce((most, event) => Math.max(most, event.end), 0) || 1;
-    const ranks = this.data.ranks || 1 + every.reduce((most, event) => Math.max(most, event.rank), 0);
-    const wide = Math.max(500, (this.body.clientWidth || window.innerWidth) - left - 40) * this.scale, x = (t) => left + (t / end) * wide;
-    const ops = [...new Set(every.map((event) => event.op))];
-    this.body.replaceChildren(make("div", { class: "legend" }, ops.map((op) => make("span", {}, make("i", { style: `background:${colourOf(op)}` }), op))));
-    for (const one of series) {
-      const height = ranks * row + 22, chart = make("svg", { class: "chart", width: left + wide + 16, height, role: "img", "aria-label": one.name });
-      for (let rank = 0; rank < ranks; rank++) chart.append(make("text", { x: 4, y: rank * row + 17 }, `rank ${rank}`));
-      for (let tick = 0; tick <= 8; tick++) {
-        const t = (end * tick) / 8;
-        chart.append(make("line", { x1: x(t), x2: x(t), y1: 0, y2: ranks * row }), make("text", { x: x(t) - 8, y: ranks * row + 15, class: "dim" }, Number(t.toPrecision(3)).toString()));
-      }
-      for (const event of one.events) {
-        const width = Math.max(0.5, x(event.end) - x(event.start));
-        chart.append(make("g", { tabindex: -1 }, make("rect", { class: "event", x: x(event.start), y: event.rank * row + 2, width, height: row - 4, fill: colourOf(event.op), rx: 2 },
-          make("title", {}, `${event.label}: ${short(event.start)} to ${short(event.end)}${this.data.unit || ""}, rank ${event.rank}`)),
-        width > 7.4 * event.label.length ? make("text", { x: x(event.start) + 2, y: event.rank * row + 17 }, event.label) : null));
-      }
-      this.body.append(make("div", { class: "series" }, make("h2", {}, one.name), chart));
+    if (!this.wide) return;
+    this.frames.forEach((frame, index) => {
+      const focused = frame.firstChild && frame.firstChild === document.activeElement;
+      frame.replaceChildren(drawRun(this, this.runs[index], index));
+      if (focused) frame.firstChild.focus({ preventScroll: true });
+    });
+  }
+  // Choosing
+  choose(run, event, walk) {
+    this.chosen = event ? { run, event } : null;
+    if (event && walk && (event.start < this.view[0] || event.end > this.view[1])) {
+      const length = this.view[1] - this.view[0];
+      this.show((event.start + event.end - length) / 2, (event.start + event.end + length) / 2);
     }
+    this.say(); this.later();
+  }
+  select(from, to) { this.range = from === null ? null : [Math.max(0, Math.min(from, to)), Math.min(this.end, Math.max(from, to))]; this.say(); this.later(); }
+  say() { this.details.replaceChildren(...describe(this)); }
+  walk(key) {
+    const { run, event } = this.chosen || { run: this.runs[0], event: null };
+    if (!run) return;
+    const lane = event ? run.lanes[event.rank] : null;
+    let next = null;
+    if (!event) next = run.lanes.flat()[0] || null;
+    else if (key === "ArrowLeft" || key === "ArrowRight") next = lane[lane.indexOf(event) + (key === "ArrowRight" ? 1 : -1)];
+    else {
+      const other = run.lanes[event.rank + (key === "ArrowDown" ? 1 : -1)], middle = (event.start + event.end) / 2;
+      next = other && other.reduce((best, each) => (!best || Math.abs(each.start + each.end - 2 * middle) < Math.abs(best.start + best.end - 2 * middle) ? each : best), null);
+    }
+    if (next) this.choose(run, next, true);
   }
   key(event) {
-    if (event.key === "+" || event.key === "=") this.scale *= 1.5;
-    else if (event.key === "-") this.scale /= 1.5;
-    else if (event.key === "0") this.scale = 1;
+    const key = event.key.length === 1 ? event.key.toLowerCase() : event.key, inside = this.element.contains(event.target), chosen = this.chosen && this.chosen.event;
+    if (key === "w" || key === "+" || key === "=") this.zoom(0.8);
+    else if (key === "s" || key === "-") this.zoom(1.25);
+    else if (key === "a") this.pan(-0.15);
+    else if (key === "d") this.pan(0.15);
+    else if (key === "0") this.show(0, this.end);
+    else if (key === "f" && (this.range || chosen)) { const [from, to] = this.range || [chosen.start, chosen.end]; this.show(from - 0.1 * (to - from), to + 0.1 * (to - from)); }
+    else if (key === "[" && chosen) this.select(chosen.start, this.range ? Math.max(chosen.end, this.range[1]) : chosen.end);
+    else if (key === "]" && chosen) this.select(this.range ? Math.min(chosen.start, this.range[0]) : chosen.start, chosen.end);
+    else if (key === "Escape") { this.chosen = null; this.select(null); }
+    else if (inside && key.startsWith("Arrow")) this.walk(key);
     else return false;
-    this.draw();
     return true;
   }
-}
-
-class CurvesView {
-  constructor(data) {
-    this.charts = Array.isArray(data) ? data : [data];
-    this.body = make("div", { class: "scroll" });
-    this.element = make("div", { class: "view", id: "curves" }, make("div", { class: "left" }, this.body));
-  }
-  start() { this.body.replaceChildren(...this.charts.map((chart) => this.draw(chart))); }
-  draw({ name, series, x: across = "", y: up = "" }) {
-    const points = series.flatMap((one) => one.points), left = 60, high = this.charts.length > 1 ? 240 : 380;
-    const wide = Math.max(400, (this.body.clientWidth || 900) - left - 50), top = 24, line = (one) => `hsl(${hue(one.name)} 60% 50%)`;
-    const range = (index) => { let low = Infinity, most = -Infinity; for (const p of points) { low = Math.min(low, p[index]); most = Math.max(most, p[index]); } return most > low ? [low, most] : [low - 1, low + 1]; };
-    const [x0, x1] = range(0), [y0, y1] = range(1), x = (v) => left + ((v - x0) / (x1 - x0)) * wide, y = (v) => top + (1 - (v - y0) / (y1 - y0)) * high;
-    const chart = make("svg", { class: "chart", width: left + wide + 20, height: top + high + 40, role: "img", "aria-label": name || up || "curves" });
-    for (const v of ticks(y0, y1)) chart.append(make("line", { x1: left, x2: left + wide, y1: y(v), y2: y(v) }), make("text", { x: 4, y: y(v) + 4, class: "dim" }, short(v)));
-    for (const v of ticks(x0, x1)) chart.append(make("text", { x: x(v) - 4, y: top + high + 16, class: "dim" }, short(v)));
-    for (const one of series) {
-      chart.append(make("polyline", { fill: "none", stroke: line(one), "stroke-width": 1.6, points: one.points.map((p) => x(p[0]).toFixed(1) + "," + y(p[1]).toFixed(1)).join(" ") }));
-      if (one.points.length <= 2000) {
-        for (const p of one.points) chart.append(make("circle", { class: "point", cx: x(p[0]), cy: y(p[1]), r: 4, fill: line(one) }, make("title", {}, `${one.name}: ${up} ${short(p[1])} at ${across} ${short(p[0])}`)));
-      }
-    }
-    chart.append(make("text", { x: left + wide / 2, y: top + high + 34, class: "dim" }, across), make("text", { x: 4, y: 11, class: "dim" }, up));
-    const legend = make("div", { class: "legend" }, series.map((one) => make("span", {}, make("i", { style: `background:${line(one)}` }), one.name)));
-    return make("div", { class: "series" }, name ? make("h2", {}, name) : null, legend, chart);
-  }
-  key() { return false; }
 }
