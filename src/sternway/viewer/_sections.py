@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from sternway.errors import ViewerError
 
 Cell: TypeAlias = str | float | tuple[float, str] | None
+"""What one cell of a ``Sheet`` has: words, a number, a number and how it is shown, or nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +135,8 @@ class Sheet:
 
 
 PageSection: TypeAlias = Terms | Verdict | Bars | Curves | Lanes | Sheet
+"""What a page is made of."""
+
 _KINDS = (Terms, Verdict, Bars, Curves, Lanes, Sheet)
 
 
