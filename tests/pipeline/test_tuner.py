@@ -79,6 +79,18 @@ def test_what_is_slow_in_truth_is_not_kept_whatever_was_planned() -> None:
     assert tuner.schedule.name != "search"
 
 
+def test_once_stopped_it_keeps_the_best_plan_so_far() -> None:
+    truth = Costs(F=1.0, I=1.2, W=0.8, comm=0.2)
+    tuner = Tuner(four(), Costs(), LIMIT)
+    run(tuner, truth, 9)
+    tuner.stop()
+    assert tuner.schedule == four(), "nothing was compared yet"
+    tuner = Tuner(four(), Costs(), LIMIT)
+    run(tuner, truth, 42)
+    tuner.stop()
+    assert [plan.schedule for plan in tuner.plans if plan.kept][-1] == tuner.schedule
+
+
 def test_no_plan_exceeds_the_limit() -> None:
     tuner = Tuner(four(), Costs(), memory_limit=4.0)
     ran = run(tuner, Costs(F=1.0, I=1.2, W=0.8), 90)
@@ -151,6 +163,11 @@ def train(rank: int, sample: bool) -> None:
     orders = pipe.transport.crew().share([plan.actions for plan in ran])
     assert all(order == orders[0] for order in orders), "all ranks changed before the same steps"
     assert pipe.schedule.name in repr(pipe)
+    pipe.stop_tuning()
+    last = pipe.schedule
+    for _ in range(3):
+        pipe.step(x, target=target, record=False)
+        assert pipe.schedule is last
     pipe.close()
 
 

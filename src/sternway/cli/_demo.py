@@ -25,7 +25,7 @@ def demo(
     schedule: Annotated[
         str, typer.Option(help='A schedule by name, as sternway plan lists them, or "auto" for the fastest.')
     ] = "auto",
-    steps: Annotated[int, typer.Option(min=2, help="Number of training steps.")] = 30,
+    steps: Annotated[int, typer.Option(min=2, help="Number of training steps.")] = 40,
     dim: Annotated[int, typer.Option(min=8, help="Width of the GPT; a multiple of 4.")] = 256,
     layers: Annotated[int, typer.Option(min=1, help="Number of blocks.")] = 8,
     microbatches: Annotated[int, typer.Option(min=1, help="Number of microbatches in a batch.")] = 8,

@@ -101,6 +101,7 @@ def _run(rank: int, options: DemoOptions, device: torch.device, reports: Any) ->
         outcome.losses.append(float(result.loss))
         speed = x.numel() / (time.perf_counter() - start)
         say.done(f"training: loss {outcome.losses[-1]:.3f}, {speed:,.0f} tokens/s")
+    pipe.stop_tuning()  # what is timed from here on is one plan
     _compare_speed(rank, options, pipe, model, alone, x, target, outcome, say)
     outcome.measured_bubble = outcome.measured.bubble_rate
     ran = outcome.measured.schedule  # "auto" may have changed it since the first step

@@ -24,7 +24,7 @@ class DemoOptions:
 
     ranks: int = 2
     schedule: str = "auto"
-    steps: int = 30
+    steps: int = 40  # of which "auto" takes some thirty to try plans
     microbatches: int = 8
     rows: int = 2  # in a microbatch
     length: int = 64

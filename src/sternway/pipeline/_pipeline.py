@@ -187,6 +187,11 @@ class Pipeline:
         """The schedules that "auto" has tried in steps so far, with planned and measured times."""
         return () if self._tuner is None else tuple(self._tuner.plans)
 
+    def stop_tuning(self) -> None:
+        """Let "auto" keep the best plan so far. Call it on every rank, after the same step."""
+        if self._tuner is not None:
+            self._tuner.stop()
+
     # The step
 
     def step(

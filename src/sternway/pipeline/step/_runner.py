@@ -106,8 +106,11 @@ class StepRunner:
         tuner = self._tuner if options.training else None
         asked = options
         if tuner is not None:
-            options = replace(options, record=True)
             self._run_by(tuner.schedule)
+            if tuner.stopped:
+                tuner = None
+            else:
+                options = replace(options, record=True)
         work = self._begin(batch, options)
         result = self._attempt(work, options)
         if result is None:  # the parameters were wrong; now they are right

@@ -26,7 +26,7 @@ from sternway.schedule import Costs, Schedule, Timeline, candidates, measured_co
 Measured = Callable[[], Timeline]
 """Waits for the times of all ranks in a step."""
 
-_PLANS = 4, 2  # that are tried at a time, at first and again
+_PLANS = 3, 2  # that are tried at a time, at first and again
 _ROUNDS = 2
 _LATER = 2  # steps after which the times of a step are looked at
 _CALM, _CALMEST = 3, 96  # steps between two looks for drift, at first and at most
@@ -69,6 +69,7 @@ class Tuner:
         schedule: the plan of the next step.
         costs: what the stages cost, as far as is known.
         plans: what was tried.
+        stopped: whether the plan stays from now on.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Tuner:
         fits: Callable[[Schedule], bool] | None = None,
     ) -> None:
         self.schedule, self.costs, self.plans = schedule, costs, list[TriedPlan]()
+        self.stopped, self._kept = False, schedule
         self._limit, self._fits, self._step = memory_limit, fits, 0
         self._story = self._tell()
         next(self._story)
@@ -87,6 +89,10 @@ class Tuner:
         """A step has run; these are its times. Afterwards ``schedule`` is the next step's."""
         self._step += 1
         self.schedule = self._story.send(measured)
+
+    def stop(self) -> None:
+        """Keep the best plan so far from now on."""
+        self.stopped, self.schedule = True, self._kept
 
     def _tell(self) -> Generator[Schedule, Measured, None]:
         calm, before = _CALM, None
@@ -133,7 +139,7 @@ class Tuner:
             TriedPlan(step, plan, plan.simulate(self.costs).period, span, kept=index == best)
             for index, (step, plan, span) in enumerate(zip(first, plans, spans, strict=True))
         ]
-        self.schedule = plans[best]
+        self.schedule = self._kept = plans[best]
         self.costs = measured_costs([run for _, run in runs], self.costs)
 
     def _until_drift(self, calm: int) -> Generator[Schedule, Measured, None]:
