@@ -22,6 +22,8 @@ from sternway.pipeline.transport._crew import Outcome
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Costs, Schedule
 
+_REHEARSED = 4  # ways to cut that are tried at most, the best by simulation first
+
 
 @dataclass(frozen=True, slots=True)
 class PlanOption:
@@ -63,6 +65,9 @@ def draft_plans(request: BuildRequest, transport: Transport) -> Draft | None:
             counts = counts[:1]
         counts = [count for count in counts if count <= len(layout.names)] or counts[:1]
         ways = [layout.balanced(costs, count) for count in counts]
+        if request.memory is not None:  # stages of equal size may fit where those that take equally long do not
+            even = (layout.balanced(weights(model, layout), count) for count in counts)
+            ways += [way for way in even if way not in ways]
     if request.memory is None:
         return Draft(layout, measured, [_option(request, starts, measured) for starts in ways])
     found = _agreed_rooms(request, model, layout, ways, transport)
@@ -87,7 +92,8 @@ def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOpt
     assert isinstance(request.stages, nn.Module)
     rehearsal = Rehearsal(transport, request.sample, request.sample_target, request.loss_fn)
     spans = []
-    for option in draft.options:
+    options = sorted(draft.options, key=lambda option: option.cost())[:_REHEARSED]
+    for option in options:
         again = option.room is not None and option.room.recompute
         with recomputing(request.stages, draft.layout) if again else nullcontext():
             cut = draft.layout.cut(request.stages, option.starts)
@@ -95,7 +101,7 @@ def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOpt
             spans.append(rehearsal.span(parts, option.schedule, option.costs, option.limit, option.room))
     if request.everyone is not None:
         spans = transport.crew_apart(request.everyone).share(spans)[0]
-    return draft.options[spans.index(min(spans))]
+    return options[spans.index(min(spans))]
 
 
 def _named_cuts(request: BuildRequest) -> Sequence[str] | None:
