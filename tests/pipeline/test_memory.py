@@ -139,3 +139,16 @@ def test_a_model_that_is_not_taken_stays_as_it_was() -> None:
     F.mse_loss(before(x), x).backward()
     assert_same_grads(blocks, before)
     assert not any("forward" in vars(module) for module in blocks.modules())
+
+
+def test_blocks_with_batch_norms_are_not_computed_again() -> None:
+    """Their running means would change twice."""
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(4)))
+    x = torch.randn(64, 8)
+    found = pipeline.fit(blocks, x, ranks=2, n_microbatches=4, schedule="1f1b")
+    assert [way.recompute for way in found.ways] == [False]
+    with pytest.raises(PipelineError, match="must fit into memory"):
+        Pipeline(
+            blocks, ranks=2, n_microbatches=4, memory=int(0.9 * found.ways[0].peak), sample=x, schedule="1f1b",
+            loss_fn=F.mse_loss, sample_target=x, transport=LocalTransport(),
+        )  # fmt: skip

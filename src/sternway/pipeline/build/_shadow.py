@@ -37,8 +37,12 @@ def shadow(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+_STATEFUL = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+"""What changes a buffer in its forward: to run it again would change that twice."""
+
+
 def recompute_blocks(model: nn.Module, layout: Layout, *, randomly: bool = True) -> list[nn.Module]:
-    """Put the blocks that a model repeats under activation checkpointing, and return them.
+    """Put the blocks that a model repeats under activation checkpointing, and return them; none with batch norms.
 
     Args:
         model: the model.
@@ -47,7 +51,8 @@ def recompute_blocks(model: nn.Module, layout: Layout, *, randomly: bool = True)
     """
     pieces = {name: model.get_submodule(name) for name, _ in layout.calls}
     kinds = Counter(type(module) for module in pieces.values())
-    blocks = [module for module in pieces.values() if kinds[type(module)] > 1]
+    repeated = [module for module in pieces.values() if kinds[type(module)] > 1]
+    blocks = [block for block in repeated if not any(isinstance(module, _STATEFUL) for module in block.modules())]
     for block in blocks:
         again = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=randomly)
         block.forward = again
