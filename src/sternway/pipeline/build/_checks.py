@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
 
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan
@@ -42,6 +42,9 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: value is None or (isinstance(value, torch.dtype) and value.is_floating_point),
     ),
     "mesh": ("be a DeviceMesh", lambda value: value is None or hasattr(value, "get_group")),
+    "shard": ("be a function of a stage", lambda value: value is None or callable(value)),
+    "gathered": ("be a number from 1 on", _is_count),
+    "pp_dim": ("be a name", lambda value: isinstance(value, str)),
     "reports": ("be a folder", lambda value: isinstance(value, str | os.PathLike | None)),
 }
 
@@ -76,18 +79,33 @@ def check_weights(stages: Any, weights: Any, device: Any) -> None:
         )
 
 
-def check_plain(stages: Any) -> None:
-    """Raise if another kind of parallelism has sharded what a stage has: gradients and checkpoints would be wrong."""
+def check_shards(stages: Any, mesh: Any) -> None:
+    """Raise if what a stage has is sharded in a way that a pipeline does not know: gradients would be wrong."""
     for module in [stages] if isinstance(stages, nn.Module) else stages.values():
         if not isinstance(module, nn.Module):
             continue
-        sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-        sharded += [name for name, each in module.named_modules() if isinstance(each, FullyShardedDataParallel)]
-        if sharded:
+        old = [name for name, each in module.named_modules() if isinstance(each, FullyShardedDataParallel)]
+        units = [each for each in module.modules() if isinstance(each, FSDPModule)]
+        by_fsdp = {id(parameter) for unit in units for parameter in unit.parameters()}
+        sharded = [(name, p) for name, p in module.named_parameters() if isinstance(p, DTensor)]
+        other = [
+            name
+            for name, p in sharded
+            if id(p) not in by_fsdp or sum(isinstance(each, Shard) for each in p.placements) > 1
+        ]
+        if old or other:
             raise PipelineError(
-                "a pipeline cannot have sharded stages",
-                got=f"{sharded[0] or type(module).__name__}, sharded by FSDP or parallelize_module",
-                fix="pass plain modules; mesh= gives copies of the pipeline (docs/sharded.md)",
+                "a pipeline cannot have stages that are sharded by anything but fully_shard",
+                got=f"{(old or other)[0] or type(module).__name__}, sharded by FSDP1 or parallelize_module",
+                fix="pass plain modules, or such that fully_shard has sharded (docs/sharded.md)",
+            )
+        if sharded and (mesh is None or isinstance(stages, nn.Module)):
+            raise PipelineError(
+                "sharded parameters must be those of stages on a mesh",
+                got=f"{sharded[0][0]}, " + ("without mesh=" if mesh is None else "of a whole model, before it is cut"),
+                fix="pass mesh="
+                if mesh is None
+                else "pass the model as it is, and shard=, which is called on each stage",
             )
 
 
