@@ -1,4 +1,4 @@
-"""Sharded stages in a schedule: gathered, reduced and freed in the right places, timed beside the computation, drawn."""
+"""Sharded stages in a schedule: where they are gathered, reduced and freed, when, in what memory, and how drawn."""
 
 import json
 

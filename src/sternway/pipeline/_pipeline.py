@@ -17,7 +17,7 @@ from sternway._torch import require
 from sternway._torch.sharded import local_part
 from sternway.errors import PipelineError
 from sternway.pipeline.build._agree import agreed_plan, describe, make_stages, make_tuner
-from sternway.pipeline.build._checks import check_arguments, check_shards, check_weights, checked_skips
+from sternway.pipeline.build._checks import check_arguments, check_plain, check_weights, checked_skips
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._sharding import ShardFn, shard_stages, with_upkeep
 from sternway.pipeline.build._weights import Weights
@@ -146,7 +146,7 @@ class Pipeline:
             pp_dim=pp_dim, shard=shard, gathered=gathered,
         )  # fmt: skip
         check_weights(stages, weights, device)
-        check_shards(stages, mesh)
+        check_plain(stages, mesh)
         place = None if weights is None else device_of(device or "cpu")
         grid = None if mesh is None else PipelineMesh(mesh, pp_dim, data_dims)
         self.transport = transport or default_transport(grid, dynamic, heartbeat_timeout)
@@ -174,7 +174,7 @@ class Pipeline:
         check_ties(tied)
         self._ties = resolve_ties([*tied, *own_ties], self.stages, placement, self.transport)
         copies = None if grid is None else Copies(grid, self.stages, self.transport.collective, reduce_dtype)
-        divided = any(isinstance(parameter, DTensor) for parameter in self.parameters())
+        divided = any(isinstance(p, DTensor) for stage in self.stages.values() for p in stage.module.parameters())
         peers = self.transport.collective(grid.peers) if grid is not None and divided else None
         self._gradients = Gradients(self.stages, self._ties, self.transport, ranks, copies, grid, peers, reduce_dtype)
         if scaler is not None:

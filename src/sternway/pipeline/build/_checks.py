@@ -79,7 +79,7 @@ def check_weights(stages: Any, weights: Any, device: Any) -> None:
         )
 
 
-def check_shards(stages: Any, mesh: Any) -> None:
+def check_plain(stages: Any, mesh: Any) -> None:
     """Raise if what a stage has is sharded in a way that a pipeline does not know: gradients would be wrong."""
     for module in [stages] if isinstance(stages, nn.Module) else stages.values():
         if not isinstance(module, nn.Module):
