@@ -37,7 +37,7 @@ from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "zoo"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from models import gpt
 
@@ -288,6 +288,12 @@ def main() -> None:
     ]
     for process in processes:
         process.start()
+    while results.empty() and not any(process.exitcode for process in processes):
+        time.sleep(0.1)
+    if results.empty():
+        for process in processes:
+            process.kill()
+        raise SystemExit("a process has failed: see above")
     rows = results.get()
     for process in processes:
         process.join()
