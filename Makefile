@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ZOO := .venv-zoo
 
-JOBS ?= 2
+# more than two cores: tests of several processes mostly wait
+JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo atlas test quick docs opsweep upstream zoo zoo-table check lint format bench clean
