@@ -365,3 +365,18 @@ def _any_names(rank: int) -> None:
 
 def test_a_mesh_of_any_names() -> None:
     on_ranks(4, _any_names)
+
+
+def _many_pipelines(rank: int) -> None:
+    """Whole models, whose pipelines ask all processes of the mesh: groups of the same members get other names."""
+    mesh = make_mesh()
+    x = torch.randn(4, DIM)
+    for _ in range(6):
+        model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))
+        pipe = Pipeline(model, schedule="1f1b", n_microbatches=2, loss_fn=F.mse_loss, mesh=mesh, sample=x[:2])
+        pipe.step(x, target=x)
+        pipe.close()
+
+
+def test_many_pipelines_in_one_process() -> None:
+    on_ranks(4, _many_pipelines)
