@@ -79,8 +79,8 @@ class ProcessGroups:
         """A new gloo group of these global ranks. If that is not all processes, only its members make it.
 
         torch names such a group after its members and the number of groups there are, and a new group of the same name
-        finds in the store what the old one left there. So these groups are not destroyed while the process runs; nor are
-        those of all processes, if the pipeline has some of them only: the number would repeat.
+        finds in the store what the old one left there. So these groups are not destroyed while the process runs, nor
+        those of all processes if the pipeline has only some of them: the number would repeat.
         """
         before = _sockets.opened()
         some = len(members) < dist.get_world_size()
