@@ -31,6 +31,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_lost_rank.py": ("dist",),
     "pipeline/test_memory.py": ("slow",),
     "pipeline/test_memory.py::test_real_processes_stay_within_the_limit": ("dist",),
+    "pipeline/test_mesh.py": ("dist", "slow"),
     "pipeline/test_messages.py::test_more_than_62_tensors_in_one_message": ("dist",),
     "pipeline/test_models_dist.py": ("dist", "slow"),
     "pipeline/test_no_barrier.py": ("dist",),
