@@ -44,6 +44,7 @@ SURFACE = {
         "simulate",
     ],
     "sternway.split": [
+        "Captured",
         "CompiledGraph",
         "CompiledGraphs",
         "CompiledNode",
@@ -53,6 +54,7 @@ SURFACE = {
         "Preview",
         "Product",
         "backward_input",
+        "capture",
         "inspect",
         "install",
         "preview",

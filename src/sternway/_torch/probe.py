@@ -28,6 +28,7 @@ Feature = Literal[
     "split.checkpoint",  # apart, and the next too: their probes import Dynamo and FSDP, which takes seconds
     "split.parallel",
     "split.compiled",
+    "split.capture",
     "split.install",
     "graph",
     "pipeline",
@@ -50,6 +51,7 @@ _AREAS = (
     "parallel",
     "modes",
     "memory",
+    "cuda_graphs",
 )
 
 

@@ -1,0 +1,151 @@
+"""The sets of graphs for one form of call: learnt from forwards that are thrown away, and captured when asked for."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from sternway._torch.cuda_graphs import all_modules, held_tensors
+from sternway._torch.tensors import ORDINARY
+from sternway._tree import put_tensors
+from sternway.split._backward import backward_input
+from sternway.split.captured._form import CallForm
+from sternway.split.captured._grads import GradBuffers
+from sternway.split.captured._graphs import GraphSet, Outputs
+from sternway.split.captured._look import Uncapturable, place_of, reason_of, watch
+
+_REHEARSALS = 2  # the first makes gradients, the second adds to them; both load kernels and let libraries choose some
+
+
+class CapturedForm:
+    """A form of call, and its sets.
+
+    Args:
+        module: what is captured.
+        form: how it is called.
+        tensors: the tensors of one such call.
+        grads: the gradient buffers of the module.
+
+    Attributes:
+        sets: those that are captured.
+        trained: the parameters that get gradients.
+
+    Raises:
+        Uncapturable: if it cannot be captured.
+    """
+
+    def __init__(self, module: nn.Module, form: CallForm, tensors: Sequence[Tensor], grads: GradBuffers) -> None:
+        self.form, self.sets = form, list[GraphSet]()
+        self._module, self._grads = module, grads
+        self._samples = [tensor.detach() for tensor in tensors]
+        self.trained: list[Tensor] = []
+        self.device = _one_device(module, form, tensors)
+        self._stream = torch.cuda.Stream(self.device)
+        with self._aside():
+            for _ in range(_REHEARSALS):
+                self._rehearse()
+            self.trained = [p for p in module.parameters() if p.grad is not None]
+            for name, parameter in module.named_parameters():
+                if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                    raise Uncapturable(f"the gradient of {name} is sparse")
+            watch(module, all_modules(module), lambda: self._forward(self._inputs()))
+        torch.cuda.empty_cache()  # what the rehearsals took is needed by the graphs
+
+    def free_set(self, count: int) -> GraphSet | None:
+        """A set that no microbatch uses; None if ``count`` are in use. Captures one if it must."""
+        found = next((graphs for graphs in self.sets if graphs.is_free), None)
+        if found is None and len(self.sets) < count:
+            self.capture(len(self.sets) + 1)
+            found = self.sets[-1]
+        return found
+
+    def capture(self, count: int) -> None:
+        """Capture sets until there are ``count``.
+
+        It is better done before the first is used. While a microbatch is in flight, its graph holds the nodes of the
+        parameters, which belong to another stream: a W that goes through the engine cannot be captured then.
+        """
+        with self._aside(), _without_collector():
+            self._grads.include(self.trained)
+            try:
+                while len(self.sets) < count:
+                    self.sets.append(GraphSet(self._forward, self._inputs(), self.trained, self._grads))
+                    torch.clear_autocast_cache()
+            except Exception as error:
+                raise Uncapturable(f"{reason_of(error)}{place_of(error, self._module)}") from error
+
+    def _inputs(self) -> list[Tensor]:
+        needs = [needs_grad for *_, needs_grad in self.form.tensors]
+        return [t.clone().requires_grad_(grad) for t, grad in zip(self._samples, needs, strict=True)]
+
+    def _forward(self, tensors: list[Tensor]) -> object:
+        args, kwargs = put_tensors(self.form.tree, tensors)
+        return self._module(*args, **kwargs)
+
+    def _rehearse(self) -> None:
+        """Run F, I and W, outside of any graph."""
+        inputs = self._inputs()
+        made = Outputs(self._forward(inputs))
+        made.check(self.device)
+        roots = [made.tensors[index] for index in made.needing]
+        if not roots:
+            raise Uncapturable("nothing that it returns needs a gradient")
+        with torch.autocast("cuda", enabled=False):
+            wanted = [tensor for tensor in inputs if tensor.requires_grad]
+            _, pending = backward_input(roots, [torch.zeros_like(root) for root in roots], wanted)
+            pending.run()
+        torch.clear_autocast_cache()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """A block on a stream of its own, after which buffers, gradients and random numbers are as they were."""
+        current = torch.cuda.current_stream(self.device)
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
+        grads = [(parameter, parameter.grad) for parameter in self._module.parameters()]
+        self._stream.wait_stream(current)
+        torch.clear_autocast_cache()  # it may have copies of weights that are gone when a graph is replayed
+        with torch.random.fork_rng([self.device]), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            for parameter, _ in grads:
+                parameter.grad = None
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for buffer, value in buffers:
+                        buffer.copy_(value)
+                for parameter, grad in grads:
+                    parameter.grad = grad
+                torch.clear_autocast_cache()
+                current.wait_stream(self._stream)
+
+
+def _one_device(module: nn.Module, form: CallForm, tensors: Sequence[Tensor]) -> torch.device:
+    """The device of all tensors."""
+    if (kind := form.varying()) is not None:
+        raise Uncapturable(f"an argument is a {kind}, which may change unnoticed")
+    everything = [*tensors, *held_tensors(all_modules(module))]
+    for tensor in everything:
+        if type(tensor) not in ORDINARY or tensor.layout is not torch.strided:
+            raise Uncapturable(f"a {type(tensor).__name__} of {tensor.layout} is among its tensors")
+    devices = {tensor.device for tensor in everything}
+    if not tensors or len(devices) != 1 or next(iter(devices)).type != "cuda":
+        found = ", ".join(sorted(map(str, devices))) or "no device"
+        raise Uncapturable(f"its arguments, parameters and buffers are on {found}, not all on one GPU")
+    return devices.pop()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """A block in which Python's collector frees nothing: to free what CUDA made is not allowed in a capture."""
+    gc.collect()
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
