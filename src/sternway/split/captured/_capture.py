@@ -90,7 +90,7 @@ class Captured(nn.Module):
     def _forget(self) -> None:
         """Drop all graphs."""
         if self.__dict__.get("_captured"):
-            torch.cuda.synchronize()  # they may be running
+            _wait()  # they may be running
         self._grads = GradBuffers()
         self._captured: list[CapturedForm] = []
         self._refused: list[CallForm] = []
@@ -210,3 +210,8 @@ class Captured(nn.Module):
 def _is_capturing() -> bool:
     """Whether the caller captures a graph of his own."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def _wait() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
