@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway import split
+from sternway.split.compiled._backend import sternway  # by its function: the checkout may not be installed
 
 WAYS = ("fused", "split", "captured", "captured + Inductor", "Inductor, reduce-overhead")
 
@@ -74,7 +75,7 @@ def _ways(model: nn.Module, x: Tensor, compiled: bool) -> dict[str, tuple[Callab
         return ways
     ours, theirs = copy.deepcopy(model), copy.deepcopy(model)
     for block in ours:  # each block for itself: they share their compiled code
-        block.compile(backend="sternway")
+        block.compile(backend=sternway)
     ways["captured + Inductor"] = split_by(split.capture(ours, x)), ours
     for block in theirs:
         block.compile(mode="reduce-overhead")

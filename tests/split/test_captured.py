@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from compare import assert_same_grads, twin
 from sternway import split
+from sternway._torch.cuda_graphs import all_modules, stand_ins
 from sternway._tree import put_tensors
 from sternway.errors import PendingError, SplitError
 from sternway.split.captured import _capture
@@ -59,7 +60,7 @@ class CalledSet:
 
 
 class CalledForm:
-    def __init__(self, module: nn.Module, form: CallForm, tensors: list[Tensor], grads: GradBuffers) -> None:
+    def __init__(self, module: nn.Module, _: Any, form: CallForm, tensors: list[Tensor], grads: GradBuffers) -> None:
         if (kind := form.varying()) is not None:
             raise Uncapturable(f"an argument is a {kind}, which may change unnoticed")
         self.form, self.sets = form, []
@@ -239,8 +240,8 @@ def test_nested_inputs_and_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
             args, kwargs = put_tensors(self._tree, tensors)
             return self.inner(*args, **kwargs)
 
-    def make(_: nn.Module, form: CallForm, tensors: list[Tensor], grads: GradBuffers) -> CalledForm:
-        return CalledForm(Called(form), form, tensors, grads)
+    def make(_: nn.Module, modules: Any, form: CallForm, tensors: list[Tensor], grads: GradBuffers) -> CalledForm:
+        return CalledForm(Called(form), modules, form, tensors, grads)
 
     monkeypatch.setattr(_capture, "CapturedForm", make)
     for scale in (1.0, 2.0, 1.0):
@@ -379,6 +380,39 @@ def test_a_cpu_is_refused() -> None:
         split.capture(nn.Linear(2, 2), torch.ones(1, 2))
     with pytest.raises(SplitError, match=r"in_flight must be a number from 1 on; got int 0"):
         split.Captured(nn.Linear(2, 2), in_flight=0)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "lstm", "tied", "held elsewhere"])
+def test_stand_ins_have_the_memory_and_get_the_gradients(kind: str) -> None:
+    class Elsewhere(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6))
+            self._all = [self.weight]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self._all[0]
+
+    if kind == "tied":
+        module: nn.Module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        module[1].weight = module[0].weight
+    else:
+        module = {"mlp": mlp, "lstm": lambda: nn.LSTM(6, 6), "held elsewhere": Elsewhere}[kind]()
+    reference = twin(module)[0]
+    call = (lambda m, x: m(x)[0]) if kind == "lstm" else (lambda m, x: m(x))
+    x = torch.randn(3, 6)
+    alive = call(module, x)  # holds the nodes of the parameters
+    before = list(module.parameters())
+    with stand_ins(all_modules(module), before) as made:
+        assert not {id(p) for p in module.parameters()} & {id(p) for p in before}
+        call(module, x).sum().backward()
+        grads = [made[id(p)].grad if p.grad is None else p.grad for p in before]
+    assert all(p is q for p, q in zip(module.parameters(), before, strict=True))
+    call(reference, x).sum().backward()
+    torch.testing.assert_close(grads, [p.grad for p in reference.parameters()])
+    with torch.no_grad():
+        before[0].mul_(2)
+    assert not torch.equal(call(module, x), alive)
 
 
 class Leaves(nn.Module):

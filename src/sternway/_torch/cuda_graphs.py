@@ -60,11 +60,50 @@ def runs_compiled_code(modules: Iterable[nn.Module]) -> bool:
 
 
 @contextmanager
+def stand_ins(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> Iterator[dict[int, nn.Parameter]]:
+    """A block in which the modules have other parameters in the place of these, with the same memory.
+
+    A parameter's AccumulateGrad node belongs to the stream on which it was first used, for as long as a graph holds it.
+    Other graphs may, while this block captures one on a stream of its own; a stand-in has a node of its own.
+
+    Yields:
+        The stand-ins, by the id of the parameter.
+    """
+    wanted = {id(parameter) for parameter in parameters}
+    made: dict[int, nn.Parameter] = {}
+    places: list[tuple[nn.Module, str, nn.Parameter]] = []
+    try:
+        for module in modules:
+            for name, parameter in list(module._parameters.items()):
+                if parameter is None or id(parameter) not in wanted:
+                    continue
+                twin = made.get(id(parameter))
+                if twin is None:
+                    twin = made[id(parameter)] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+                    twin.__dict__.update(parameter.__dict__)
+                places.append((module, name, parameter))
+                setattr(module, name, twin)  # recurrent layers keep lists of their weights, and see to them
+        yield made
+    finally:
+        for module, name, parameter in reversed(places):
+            setattr(module, name, parameter)
+
+
+_CAPTURES: list[int] = []  # one entry for each capture that is under way
+
+
+def is_being_captured() -> bool:
+    """Whether the current stream is one on which ``capturing`` captures."""
+    return bool(_CAPTURES) and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
 def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Capture what the block launches on the current stream. Other threads may use the device meanwhile."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # an I or a W may have nothing to do
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        _CAPTURES.append(1)
         try:
             yield
             graph.capture_end()
@@ -73,6 +112,8 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
                 graph.capture_end()
             _end_capture_of_random_numbers()
             raise
+        finally:
+            _CAPTURES.pop()
 
 
 def _end_capture_of_random_numbers() -> None:
@@ -112,8 +153,8 @@ def _hooks() -> bool:
     def nothing(*_: Any) -> None:
         """A hook that is removed before it can run."""
 
-    kinds = ("register_forward_pre_hook", "register_forward_hook")
-    kinds += ("register_full_backward_pre_hook", "register_full_backward_hook")
+    kinds = ["register_forward_pre_hook", "register_forward_hook"]
+    kinds += ["register_full_backward_pre_hook", "register_full_backward_hook"]
     found = []
     for kind in kinds:
         layer = nn.Linear(1, 1, device="meta")

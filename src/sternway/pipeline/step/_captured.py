@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from sternway import split
-from sternway._torch.cuda_graphs import all_modules, hooked_module
+from sternway._torch.cuda_graphs import all_modules
 from sternway.pipeline.forward._part import ModelPart
 from sternway.schedule import Schedule
 
@@ -40,6 +40,11 @@ class PartCall(nn.Module):
     def __init__(self, part: ModelPart) -> None:
         super().__init__()
         self.part = part
+
+    @property
+    def runs_inside(self) -> list[nn.Module]:
+        """The modules of the whole model: its code between the pieces runs in every stage."""
+        return all_modules(self.part.model)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The stage's result, and the weight of the microbatch in the model's own loss."""
@@ -84,9 +89,6 @@ class CapturedStage:
             return False
         if not expected:
             self._warn("it sends a value that no gradient comes back for")
-        elif (hooked := hooked_module(all_modules(part.model))) is not None:
-            self._warn(f"a {type(hooked).__name__} of the model has hooks, which run in Python")
-            return False
         return expected
 
     def _warn(self, reason: str) -> None:

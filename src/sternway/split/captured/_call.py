@@ -92,7 +92,7 @@ class CapturedCall(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         lease, ctx.lease = ctx.lease, None  # a graph that is kept must not keep the set
         if lease is None:

@@ -89,8 +89,8 @@ class Captured(nn.Module):
 
     def _forget(self) -> None:
         """Drop all graphs."""
-        if self.__dict__.get("_captured"):
-            _wait()  # they may be running
+        if self.__dict__.get("_captured") and _uses_cuda():
+            torch.cuda.synchronize()  # they may be running
         self._grads = GradBuffers()
         self._captured: list[CapturedForm] = []
         self._refused: list[CallForm] = []
@@ -112,7 +112,11 @@ class Captured(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module: as graphs, if that can be."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling() or _is_capturing():
+        if (
+            not torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or (_uses_cuda() and torch.cuda.is_current_stream_capturing())
+        ):
             return self.module(*args, **kwargs)
         found = self._find(args, kwargs)
         lease = None if found is None else self._lease(found[0])
@@ -126,12 +130,12 @@ class Captured(nn.Module):
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CapturedForm, list[Tensor]] | None:
         """The graphs for a call, and its tensors; None if it runs as it is."""
-        modules = all_modules(self.module)
-        held = held_tensors(modules)
+        own = all_modules(self.module)
+        held, modules = held_tensors(own), [*own, *getattr(self.module, "runs_inside", ())]
         if (reason := self._not_now(modules, held)) is not None:
             self._refuse(reason)
             return None
-        state = [*[(id(t), t.data_ptr(), t.requires_grad) for t in held], *map(id, modules)]
+        state = [*[(id(t), t.data_ptr(), t.requires_grad) for t in held], *map(id, own)]
         if state != self._state:  # of the first call, or parameters have moved
             self._forget()
             self._state = state
@@ -145,7 +149,7 @@ class Captured(nn.Module):
             self._refuse(f"{self._limit} forms of call are known, and others came; a larger forms= captures more")
             return None
         try:
-            made = CapturedForm(self.module, form, tensors, self._grads)
+            made = CapturedForm(self.module, modules, form, tensors, self._grads)
         except Uncapturable as reason:
             self._refused.append(form)
             self._refuse(str(reason))
@@ -199,7 +203,7 @@ class Captured(nn.Module):
         if torch.is_anomaly_enabled():
             return "detect_anomaly looks at each operation"
         if (hooked := hooked_module(modules)) is not None:
-            name = next(name for name, module in self.module.named_modules() if module is hooked)
+            name = next((name for name, module in self.module.named_modules() if module is hooked), "")
             return f"the module {name or type(hooked).__name__} has hooks, which run in Python"
         if any(type(tensor) in ORDINARY and any(both_hooks(tensor)) for tensor in held):
             name = next(name for name, p in self.module.named_parameters() if any(both_hooks(p)))
@@ -207,11 +211,5 @@ class Captured(nn.Module):
         return None
 
 
-def _is_capturing() -> bool:
-    """Whether the caller captures a graph of his own."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-def _wait() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+def _uses_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]  # torch leaves it untyped

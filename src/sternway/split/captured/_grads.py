@@ -12,7 +12,7 @@ Elsewhere the buffer starts from zero, and what W added is taken from it afterwa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -84,15 +84,19 @@ class GradBuffers:
                 self._places[id(parameter)] = _Place(parameter, buffer)
 
     @contextmanager
-    def in_grad(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """A block in which each ``.grad`` is the buffer, for the capture of a W; afterwards it is None."""
-        for parameter in parameters:
-            parameter.grad = self._places[id(parameter)].buffer
+    def in_grad(self, parameters: Sequence[Tensor], stand_ins: Mapping[int, Tensor]) -> Iterator[None]:
+        """A block in which each ``.grad``, also of a stand-in, is the buffer, for the capture of a W.
+
+        Afterwards it is None.
+        """
+        pairs = [(each, self._places[id(p)].buffer) for p in parameters for each in (p, stand_ins.get(id(p), p))]
+        for each, buffer in pairs:
+            each.grad = buffer
         try:
             yield
         finally:
-            for parameter in parameters:
-                parameter.grad = None
+            for each, _ in pairs:
+                each.grad = None
 
     @contextmanager
     def adding(self, direct: Iterable[Tensor], others: Iterable[Tensor], exact: bool) -> Iterator[list[Tensor]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from sternway._torch.cuda_graphs import capturing
 from sternway._torch.tensors import ORDINARY
 from sternway._tree import TensorIndex, replace_leaves
 from sternway.split._backward import backward_input
-from sternway.split.captured._grads import GradBuffers
 from sternway.split.captured._look import Uncapturable
 
 Forward = Callable[[list[Tensor]], Any]
@@ -66,11 +66,10 @@ class GraphSet:
     Args:
         forward: calls the module.
         inputs: the tensors that it is called with; later calls copy theirs into them.
-        trained: the parameters that get gradients.
-        grads: where they get them.
+        in_grad: a block in which W adds to the gradient buffers.
     """
 
-    def __init__(self, forward: Forward, inputs: list[Tensor], trained: Sequence[Tensor], grads: GradBuffers) -> None:
+    def __init__(self, forward: Forward, inputs: list[Tensor], in_grad: AbstractContextManager[None]) -> None:
         self._inputs = [tensor.detach() for tensor in inputs]
         self._device = inputs[0].device
         self.wanted = [index for index, tensor in enumerate(inputs) if tensor.requires_grad]
@@ -85,7 +84,7 @@ class GraphSet:
         with torch.autocast("cuda", enabled=False):
             with capturing(self._i, pool):
                 found, pending = backward_input(roots, self._arriving, [inputs[index] for index in self.wanted])
-            with grads.in_grad(trained), capturing(self._w, pool):
+            with in_grad, capturing(self._w, pool):
                 pending.compute(tell_nodes=False)
         self.tree, self.needing = made.tree, made.needing
         self._outputs = [tensor.detach() for tensor in made.tensors]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from sternway._torch.cuda_graphs import all_modules, held_tensors
+from sternway._torch.cuda_graphs import all_modules, held_tensors, stand_ins
 from sternway._torch.tensors import ORDINARY
 from sternway._tree import put_tensors
 from sternway.split._backward import backward_input
@@ -26,6 +26,7 @@ class CapturedForm:
 
     Args:
         module: what is captured.
+        modules: all that run in it.
         form: how it is called.
         tensors: the tensors of one such call.
         grads: the gradient buffers of the module.
@@ -38,21 +39,25 @@ class CapturedForm:
         Uncapturable: if it cannot be captured.
     """
 
-    def __init__(self, module: nn.Module, form: CallForm, tensors: Sequence[Tensor], grads: GradBuffers) -> None:
+    def __init__(
+        self, module: nn.Module, modules: list[nn.Module], form: CallForm, tensors: Sequence[Tensor], grads: GradBuffers
+    ) -> None:
         self.form, self.sets = form, list[GraphSet]()
-        self._module, self._grads = module, grads
+        self._module, self._modules, self._grads = module, modules, grads
+        self._parameters = dict(module.named_parameters())
         self._samples = [tensor.detach() for tensor in tensors]
-        self.trained: list[Tensor] = []
         self.device = _one_device(module, form, tensors)
-        self._stream = torch.cuda.Stream(self.device)
-        with self._aside():
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        with self._aside() as stand_ins:
             for _ in range(_REHEARSALS):
                 self._rehearse()
-            self.trained = [p for p in module.parameters() if p.grad is not None]
-            for name, parameter in module.named_parameters():
-                if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                    raise Uncapturable(f"the gradient of {name} is sparse")
-            watch(module, all_modules(module), lambda: self._forward(self._inputs()))
+            got = {name: _grad_of(p, stand_ins) for name, p in self._parameters.items()}
+            watch(module, modules, lambda: self._forward(self._inputs()))
+        for name, grad in got.items():
+            if grad is not None and grad.layout is not torch.strided:
+                raise Uncapturable(f"the gradient of {name} is sparse")
+        self.trained = [p for name, p in self._parameters.items() if got[name] is not None]
+        del got
         torch.cuda.empty_cache()  # what the rehearsals took is needed by the graphs
 
     def free_set(self, count: int) -> GraphSet | None:
@@ -64,16 +69,13 @@ class CapturedForm:
         return found
 
     def capture(self, count: int) -> None:
-        """Capture sets until there are ``count``.
-
-        It is better done before the first is used. While a microbatch is in flight, its graph holds the nodes of the
-        parameters, which belong to another stream: a W that goes through the engine cannot be captured then.
-        """
-        with self._aside(), _without_collector():
+        """Capture sets until there are ``count``."""
+        with self._aside() as stand_ins, _without_collector():
             self._grads.include(self.trained)
             try:
                 while len(self.sets) < count:
-                    self.sets.append(GraphSet(self._forward, self._inputs(), self.trained, self._grads))
+                    in_grad = self._grads.in_grad(self.trained, stand_ins)
+                    self.sets.append(GraphSet(self._forward, self._inputs(), in_grad))
                     torch.clear_autocast_cache()
             except Exception as error:
                 raise Uncapturable(f"{reason_of(error)}{place_of(error, self._module)}") from error
@@ -101,18 +103,23 @@ class CapturedForm:
         torch.clear_autocast_cache()
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """A block on a stream of its own, after which buffers, gradients and random numbers are as they were."""
+    def _aside(self) -> Iterator[Mapping[int, Tensor]]:
+        """A block on a stream of its own, after which buffers, gradients and random numbers are as they were.
+
+        Yields:
+            The stand-ins of the parameters.
+        """
         current = torch.cuda.current_stream(self.device)
         buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
-        grads = [(parameter, parameter.grad) for parameter in self._module.parameters()]
+        grads = [(parameter, parameter.grad) for parameter in self._parameters.values()]
         self._stream.wait_stream(current)
         torch.clear_autocast_cache()  # it may have copies of weights that are gone when a graph is replayed
         with torch.random.fork_rng([self.device]), torch.cuda.device(self.device), torch.cuda.stream(self._stream):
             for parameter, _ in grads:
                 parameter.grad = None
             try:
-                yield
+                with stand_ins(self._modules, self._parameters.values()) as made:
+                    yield made
             finally:
                 with torch.no_grad():
                     for buffer, value in buffers:
@@ -121,6 +128,12 @@ class CapturedForm:
                     parameter.grad = grad
                 torch.clear_autocast_cache()
                 current.wait_stream(self._stream)
+
+
+def _grad_of(parameter: Tensor, stand_ins: Mapping[int, Tensor]) -> Tensor | None:
+    """What a rehearsal left: at the stand-in, or where a module holds the parameter elsewhere, at itself."""
+    grad = stand_ins[id(parameter)].grad if id(parameter) in stand_ins else None
+    return parameter.grad if grad is None else grad
 
 
 def _one_device(module: nn.Module, form: CallForm, tensors: Sequence[Tensor]) -> torch.device:
