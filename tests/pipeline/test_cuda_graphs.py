@@ -102,18 +102,20 @@ def test_stages_in_one_process(name: str) -> None:
     torch.testing.assert_close(pipe.evaluate(x, target=target).loss, other.evaluate(x, target=target).loss)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+@pytest.mark.parametrize(
+    ("name", "cuts"), [("1f1b", ["blocks.2"]), ("zb-v", ["blocks.1", "blocks.2", "blocks.3"])], ids=["1f1b", "zb-v"]
+)
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("default")
-def test_a_whole_model_in_one_process(name: str) -> None:
+def test_a_whole_model_in_one_process(name: str, cuts: list[str]) -> None:
     torch.manual_seed(0)
     model = Net().cuda()
     other = copy.deepcopy(model)
     ids = torch.randint(40, (10, 6), device="cuda")  # the last microbatch is smaller
     pipes = [
         Pipeline(
-            each, schedule=name, n_microbatches=4, ranks=2, loss_fn=logits_loss, sample=ids[:3],
+            each, schedule=name, n_microbatches=4, ranks=2, loss_fn=logits_loss, sample=ids[:3], cuts=cuts,
             transport=LocalTransport("cuda"), cuda_graphs=graphs,
         )
         for each, graphs in ((model, True), (other, False))
