@@ -413,6 +413,36 @@ def test_compiled_inside() -> None:
     assert_same_grads(model, reference, rtol=1e-3, atol=1e-4)
 
 
+def test_what_others_clear_and_replace_is_kept() -> None:
+    """Workspaces of cuBLAS that Inductor clears, and a table that the module makes anew for longer inputs."""
+
+    class Positions(nn.Module):
+        table: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.table is None or len(self.table) < x.shape[1]:
+                self.table = torch.arange(x.shape[1], device=x.device).float().sin()
+            return x * self.table[: x.shape[1], None]
+
+    model = nn.Sequential(gpt(1024, 1, heads=16), Positions()).cuda().bfloat16()
+    x = torch.randn(4, 64, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    reference = twin(model)[0]
+    stage = split.capture(model, x)
+    with torch.no_grad():
+        stage(torch.randn(1, 128, 1024, device="cuda", dtype=torch.bfloat16))
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((2**20,), float("nan"), device="cuda") for _ in range(64)]
+    grad = torch.randn(4, 64, 1024, device="cuda", dtype=torch.bfloat16)
+    for _ in range(3):
+        split.backward_input(stage(x), grad, x)[1].run()
+        split.backward_input(reference(x), grad, x)[1].run()
+    torch.cuda.synchronize()
+    assert_same_bits(model, reference)
+    assert stage.refusals == []
+    del others
+
+
 def test_memory_of_the_sets() -> None:
     model = gpt(512, 4).cuda().bfloat16()
     x = torch.randn(8, 512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -432,6 +462,7 @@ def test_memory_of_the_sets() -> None:
     stage = split.capture(model, x, in_flight=3)
     captured = reserved() - start[0]
     buffers = sum(p.nbytes for p in model.parameters())
-    assert captured < 1.25 * eager + buffers + 3 * 64 * 2**20, f"{captured:,} bytes in sets, {eager:,} in flight"
+    # Pools are made of whole segments, and each set has workspaces of cuBLAS.
+    assert captured < 2.5 * eager + buffers + 3 * 128 * 2**20, f"{captured:,} bytes in sets, {eager:,} in flight"
     del stage
     assert reserved() - start[0] < captured / 2

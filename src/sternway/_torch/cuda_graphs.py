@@ -116,6 +116,20 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
             _CAPTURES.pop()
 
 
+@contextmanager
+def own_workspaces() -> Iterator[None]:
+    """A block in which cuBLAS takes workspaces anew, so that those of a capture are in the capture's own pool.
+
+    torch keeps one for each stream and thread, until somebody clears all of them, as Inductor does before it records
+    a graph. A graph that was captured with an earlier one would then work in memory that is gone.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        yield
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
 def _end_capture_of_random_numbers() -> None:
     """Let the device's generator leave the capture that failed: only the end of one that succeeds tells it to."""
     empty = torch.cuda.CUDAGraph()
@@ -164,6 +178,15 @@ def _hooks() -> bool:
         handle.remove()
         found.append(hooked_module([layer]) is None)
     return all(found)
+
+
+@probe(
+    "torch._C._cuda_clearCublasWorkspaces",
+    expected="is there, where torch was built with CUDA",
+    features=("split.capture",),
+)
+def _workspaces() -> bool:
+    return torch.version.cuda is None or callable(torch._C._cuda_clearCublasWorkspaces)
 
 
 @probe(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sternway._torch.cuda_graphs import capturing
+from sternway._torch.cuda_graphs import capturing, own_workspaces
 from sternway._torch.tensors import ORDINARY
 from sternway._tree import TensorIndex, replace_leaves
 from sternway.split._backward import backward_input
@@ -77,15 +77,17 @@ class GraphSet:
         self._stream = torch.cuda.current_stream(self._device)  # that was used last
         self.lease: weakref.ref[Any] | None = None  # of who uses the set
         pool = torch.cuda.graph_pool_handle()
-        with capturing(self._f, pool):
-            made = Outputs(forward(inputs))
-        roots = [made.tensors[index] for index in made.needing]
-        self._arriving = [torch.zeros_like(root) for root in roots]
-        with torch.autocast("cuda", enabled=False):
-            with capturing(self._i, pool):
-                found, pending = backward_input(roots, self._arriving, [inputs[index] for index in self.wanted])
-            with in_grad, capturing(self._w, pool):
-                pending.compute(tell_nodes=False)
+        with own_workspaces():
+            with capturing(self._f, pool):
+                made = Outputs(forward(inputs))
+            roots = [made.tensors[index] for index in made.needing]
+            self._arriving = [torch.zeros_like(root) for root in roots]
+            wanted = [inputs[index] for index in self.wanted]
+            with torch.autocast("cuda", enabled=False):
+                with capturing(self._i, pool):
+                    found, pending = backward_input(roots, self._arriving, wanted)
+                with in_grad, capturing(self._w, pool):
+                    pending.compute(tell_nodes=False)
         self.tree, self.needing = made.tree, made.needing
         self._outputs = [tensor.detach() for tensor in made.tensors]
         self._found: list[Tensor | None] = list(found)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +33,19 @@ class Uncapturable(BaseException):
     """Why a module cannot be captured. Not an ``Exception``, so that no model's own code catches it."""
 
 
-def watch(root: nn.Module, modules: Sequence[nn.Module], forward: Callable[[], object]) -> None:
+def watch(root: nn.Module, modules: Sequence[nn.Module], forward: Callable[[], object]) -> list[Tensor]:
     """Run the forward once.
+
+    Returns:
+        The tensors that it reads and did not make. A graph reads their memory, so they must be kept. What compiled code
+        reads is not among them: it holds its own.
 
     Raises:
         Uncapturable: if a replay would not do the same.
     """
     before, hooks, drawn = own_names(modules), hooks_registered(), _host_generators()
-    watched = nullcontext() if runs_compiled_code(modules) else intercept(_HostTensors())
+    operators = _Operators()
+    watched = nullcontext() if runs_compiled_code(modules) else intercept(operators)
     try:
         with _no_waits(), watched:
             forward()
@@ -57,6 +63,7 @@ def watch(root: nn.Module, modules: Sequence[nn.Module], forward: Callable[[], o
             if not _is_same(old.get(key), new.get(key)):
                 where = ".".join(filter(None, (names.get(id(module), type(module).__name__), key)))
                 raise Uncapturable(f"the forward sets {where}, which a replay would not do")
+    return list(operators.read.values())
 
 
 def reason_of(error: BaseException) -> str:
@@ -84,23 +91,34 @@ def place_of(error: BaseException, root: nn.Module) -> str:
     return f" in {found}" if found else ""
 
 
-class _HostTensors:
-    """Stands in for every operator, and refuses those that bring a tensor of the host to the GPU.
+class _Operators:
+    """Stands in for every operator. Notes what they read, and refuses those that bring a tensor of the host to the GPU.
 
     Its value would be that of the capture for ever. A number that the forward made itself is a constant, as in code.
+
+    Attributes:
+        read: tensors on the GPU that were not made here, by id.
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, Tensor] = {}
+        self.read: dict[int, Tensor] = {}
+        self._made: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
     def __call__(self, operator: Any, args: Any, kwargs: Any) -> Any:
+        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         result = operator(*args, **kwargs)
         made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
-        if any(tensor.is_cuda for tensor in made):
-            for leaf in leaves((args, kwargs)):
-                if isinstance(leaf, Tensor) and leaf.is_cpu and (leaf.ndim or id(leaf) not in self._made):
-                    raise Uncapturable(f"the forward reads a tensor on the CPU, of shape {tuple(leaf.shape)}")
-        self._made |= {id(tensor): tensor for tensor in made if tensor.is_cpu}
+        on_gpu = any(tensor.is_cuda for tensor in made)
+        for tensor in given:
+            if tensor.is_cuda:
+                if id(tensor) not in self._made:
+                    self.read[id(tensor)] = tensor
+            elif on_gpu and tensor.is_cpu and (tensor.ndim or id(tensor) not in self._made):
+                raise Uncapturable(f"the forward reads a tensor on the CPU, of shape {tuple(tensor.shape)}")
+        known = {id(tensor) for tensor in given}
+        for tensor in made:
+            if id(tensor) not in known:  # else it was written in place
+                self._made[id(tensor)] = tensor
         return result
 
 

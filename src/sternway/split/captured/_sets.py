@@ -52,7 +52,7 @@ class CapturedForm:
             for _ in range(_REHEARSALS):
                 self._rehearse()
             got = {name: _grad_of(p, stand_ins) for name, p in self._parameters.items()}
-            watch(module, modules, lambda: self._forward(self._inputs()))
+            self._read = watch(module, modules, lambda: self._forward(self._inputs()))  # kept as long as the graphs
         for name, grad in got.items():
             if grad is not None and grad.layout is not torch.strided:
                 raise Uncapturable(f"the gradient of {name} is sparse")
