@@ -19,7 +19,7 @@ from sternway.split.captured import _capture
 from sternway.split.captured._form import CallForm
 from sternway.split.captured._grads import GradBuffers
 from sternway.split.captured._graphs import Outputs
-from sternway.split.captured._look import Uncapturable, place_of, watch
+from sternway.split.captured._look import TensorAttributes, Uncapturable, place_of, watch
 
 
 class CalledSet:
@@ -67,6 +67,7 @@ class CalledForm:
         self.trained = [p for p in module.parameters() if p.requires_grad]
         grads.include(self.trained)
         self._make = lambda: CalledSet(module, tensors, grads)
+        self.attributes = TensorAttributes(list(module.modules()))
 
     def capture(self, count: int) -> None:
         while len(self.sets) < count:
@@ -357,6 +358,25 @@ def test_parameters_that_move_are_captured_anew() -> None:
     before = stage._captured
     stage(x)
     assert stage._captured is before, "values were copied in place"
+
+
+def test_a_table_that_is_replaced_is_captured_anew() -> None:
+    class Scaled(nn.Linear):
+        table = torch.ones(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.table
+
+    module = Scaled(6, 4)
+    module.table = 2 * torch.ones(4)
+    stage, x = split.Captured(module, in_flight=1), torch.randn(3, 6)
+    stage(x)
+    before = stage._captured
+    stage(x)
+    assert stage._captured is before
+    module.table = 3 * torch.ones(4)
+    torch.testing.assert_close(stage(x), module(x))
+    assert stage._captured is not before
 
 
 def test_a_copy_captures_its_own() -> None:

@@ -417,12 +417,14 @@ def test_what_others_clear_and_replace_is_kept() -> None:
     """Workspaces of cuBLAS that Inductor clears, and a table that the module makes anew for longer inputs."""
 
     class Positions(nn.Module):
-        table: Any = None
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = [torch.zeros(0)]
 
         def forward(self, x: Tensor) -> Tensor:
-            if self.table is None or len(self.table) < x.shape[1]:
-                self.table = torch.arange(x.shape[1], device=x.device).float().sin()
-            return x * self.table[: x.shape[1], None]
+            if len(self.tables[0]) < x.shape[1]:
+                self.tables[0] = torch.arange(x.shape[1], device=x.device).sin().to(x.dtype)
+            return x * self.tables[0][: x.shape[1], None]
 
     model = nn.Sequential(gpt(1024, 1, heads=16), Positions()).cuda().bfloat16()
     x = torch.randn(4, 64, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)

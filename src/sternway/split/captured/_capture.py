@@ -85,6 +85,7 @@ class Captured(nn.Module):
             )
         self.module, self.in_flight, self._limit = module, in_flight, forms
         self.refusals: list[str] = []
+        self._state: list[Any] = []  # where the parameters are, and which modules there are
         self._forget()
 
     def _forget(self) -> None:
@@ -94,7 +95,6 @@ class Captured(nn.Module):
         self._grads = GradBuffers()
         self._captured: list[CapturedForm] = []
         self._refused: list[CallForm] = []
-        self._state: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the module captures its own graphs."""
@@ -137,9 +137,11 @@ class Captured(nn.Module):
             return None
         state = [*[(id(t), t.data_ptr(), t.requires_grad) for t in held], *map(id, own)]
         if state != self._state:  # of the first call, or parameters have moved
-            self._forget()
             self._state = state
+            self._forget()
         form, tensors = CallForm.of(args, kwargs, modules)
+        if any(captured.attributes.were_replaced() for captured in self._captured):
+            self._forget()
         for captured in self._captured:
             if form.is_same(captured.form):
                 return captured, tensors

@@ -66,6 +66,23 @@ def watch(root: nn.Module, modules: Sequence[nn.Module], forward: Callable[[], o
     return list(operators.read.values())
 
 
+class TensorAttributes:
+    """The tensors that modules have as plain attributes, neither parameters nor buffers: a table made when needed."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._known = [
+            (names, key, value)
+            for module in modules
+            for names in [module.__dict__]
+            for key, value in names.items()
+            if isinstance(value, Tensor) and key not in getattr(module, "set_by_forward", ())
+        ]
+
+    def were_replaced(self) -> bool:
+        """Whether one is another tensor now."""
+        return any(names.get(key) is not value for names, key, value in self._known)
+
+
 def reason_of(error: BaseException) -> str:
     """What an error says, in one line; those of a wait and of a capture in words of their own."""
     text = str(error).strip().splitlines()

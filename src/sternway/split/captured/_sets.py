@@ -16,7 +16,7 @@ from sternway.split._backward import backward_input
 from sternway.split.captured._form import CallForm
 from sternway.split.captured._grads import GradBuffers
 from sternway.split.captured._graphs import GraphSet, Outputs
-from sternway.split.captured._look import Uncapturable, place_of, reason_of, watch
+from sternway.split.captured._look import TensorAttributes, Uncapturable, place_of, reason_of, watch
 
 _REHEARSALS = 2  # the first makes gradients, the second adds to them; both load kernels and let libraries choose some
 
@@ -32,6 +32,7 @@ class CapturedForm:
         grads: the gradient buffers of the module.
 
     Attributes:
+        attributes: tensors of the modules that graphs may read; if they are replaced, the graphs are out of date.
         sets: those that are captured.
         trained: the parameters that get gradients.
 
@@ -58,6 +59,7 @@ class CapturedForm:
                 raise Uncapturable(f"the gradient of {name} is sparse")
         self.trained = [p for name, p in self._parameters.items() if got[name] is not None]
         del got
+        self.attributes = TensorAttributes(modules)
         torch.cuda.empty_cache()  # what the rehearsals took is needed by the graphs
 
     def free_set(self, count: int) -> GraphSet | None:
