@@ -102,8 +102,8 @@ class CapturedCall(torch.autograd.Function):
         leaves = [leaf for leaf, _ in ctx.next_functions]
         found += [None] * (len(leaves) - len(found))
         places = range(len(graphs.wanted), len(leaves))
-        waiting = {index for index in places if index in offer.positions} if offer is not None else set()
-        arrivals = {index: arrival_at(leaves[index]) for index in places if index not in waiting}
+        waiting = [index for index in offer.positions if index in places] if offer is not None else []
+        arrivals = {index: arrival_at(leaves[index]) for index in set(places).difference(waiting)}
         if "asked" in arrivals.values():
             raise SplitError(
                 "the gradients of a captured module's parameters are added to .grad, and cannot be returned",
@@ -111,8 +111,8 @@ class CapturedCall(torch.autograd.Function):
                 fix="read .grad after backward(); or call the module that was captured",
             )
         if offer is not None:
-            offer.accept(CapturedWork(lease, [leaves[index] for index in sorted(waiting)]), {})
-        elif runs := [index for index, arrival in arrivals.items() if arrival == "runs"]:
+            offer.accept(CapturedWork(lease, [leaves[index] for index in waiting]), {})
+        elif runs := sorted(index for index, arrival in arrivals.items() if arrival == "runs"):
             skipped = [leaves[index].variable for index in places if index not in runs]
             own = [leaves[index] for index in runs]
             values = {id(leaf): value for leaf, value in lease.replay_weights(own, skipped, Accumulator(own))}

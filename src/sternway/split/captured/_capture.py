@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,12 +18,15 @@ from sternway._torch.saved_hooks import top_saved_hooks
 from sternway._torch.tensors import ORDINARY
 from sternway._tree import leaves, put_tensors
 from sternway.errors import SplitError
+from sternway.split._unseen import UNSEEN
 from sternway.split.captured._call import CapturedCall, Lease
 from sternway.split.captured._form import CallForm
 from sternway.split.captured._grads import GradBuffers
 from sternway.split.captured._graphs import GraphSet
 from sternway.split.captured._look import Uncapturable
 from sternway.split.captured._sets import CapturedForm
+
+_NEEDS_GRAD = attrgetter("requires_grad")
 
 
 def capture(module: nn.Module, sample: Any, *, in_flight: int = 1, forms: int = 4) -> Captured:
@@ -85,6 +89,7 @@ class Captured(nn.Module):
             )
         self.module, self.in_flight, self._limit = module, in_flight, forms
         self.refusals: list[str] = []
+        self._without_hooks = -1  # when there were none, by UNSEEN.times
         self._state: list[Any] = []  # where the parameters are, and which modules there are
         self._forget()
 
@@ -135,7 +140,7 @@ class Captured(nn.Module):
         if (reason := self._not_now(modules, held)) is not None:
             self._refuse(reason)
             return None
-        state = [*[(id(t), t.data_ptr(), t.requires_grad) for t in held], *map(id, own)]
+        state = [*map(id, own), *map(id, held), *map(Tensor.data_ptr, held), *map(_NEEDS_GRAD, held)]
         if state != self._state:  # of the first call, or parameters have moved
             self._state = state
             self._forget()
@@ -204,12 +209,16 @@ class Captured(nn.Module):
             return "a policy of sternway.saved, or other saved-tensor hooks, are active"
         if torch.is_anomaly_enabled():
             return "detect_anomaly looks at each operation"
+        UNSEEN.look()
+        if UNSEEN.times == self._without_hooks:  # nobody has put one on anything since we looked
+            return None
         if (hooked := hooked_module(modules)) is not None:
             name = next((name for name, module in self.module.named_modules() if module is hooked), "")
             return f"the module {name or type(hooked).__name__} has hooks, which run in Python"
         if any(type(tensor) in ORDINARY and any(both_hooks(tensor)) for tensor in held):
             name = next(name for name, p in self.module.named_parameters() if any(both_hooks(p)))
             return f"the parameter {name} has hooks, which run in Python"
+        self._without_hooks = UNSEEN.times
         return None
 
 

@@ -33,8 +33,8 @@ class _Place:
     shown: TensorWeakRef | None = None
 
     def is_in_grad(self) -> bool:
-        grad = self.parameter.grad
-        return grad is not None and grad.data_ptr() == self.buffer.data_ptr() and grad.stride() == self.buffer.stride()
+        grad, buffer = self.parameter.grad, self.buffer
+        return grad is not None and grad.data_ptr() == buffer.data_ptr() and grad.stride() == buffer.stride()
 
     def show(self) -> None:
         """Put the buffer into ``.grad``, as a tensor of its own."""
