@@ -187,7 +187,8 @@ def main() -> None:
     if arguments.table != "backward" and arguments.device == "cuda":
         say(f"\n{GRAPHS_HEADER}")
         for case in [case for case in chosen if not case.checkpointed]:
-            model, x = case.make().cuda().bfloat16(), torch.randn(case.shape, device="cuda", dtype=torch.bfloat16)
+            shape = (4, 512, case.shape[2]) if len(case.shape) == 3 else case.shape
+            model, x = case.make().cuda().bfloat16(), torch.randn(shape, device="cuda", dtype=torch.bfloat16)
             graphs.append(measure_graphs(case.name, model, x, arguments.rounds, compiled="GPT" in case.name))
             say(graphs_line(graphs[-1]))
     if arguments.json:
