@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -286,6 +288,11 @@ def test_modes_and_constants_are_other_forms() -> None:
     assert not form(x).is_same(form(x.clone().requires_grad_()))
     assert not form(x).is_same(form((x,)))
     trains = form(x)
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert not form(x).is_same(trains)
+    finally:
+        torch.set_float32_matmul_precision("highest")
     module.eval()
     assert not form(x).is_same(trains)
     assert form(x, object()).varying() == "object"
@@ -333,6 +340,24 @@ def test_hooks_and_policies_run_it_as_it_is() -> None:
     with torch.no_grad():
         assert stage(torch.randn(3, 6)).grad_fn is None
     assert len(stage.refusals) == 3
+
+
+def test_hooks_that_another_thread_sees_first() -> None:
+    stage, module, _ = both()
+    stage(torch.randn(3, 6))
+    module[0].register_forward_hook(lambda *_: None)
+    found: list[str] = []
+
+    def call() -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            stage(torch.randn(3, 6))
+        found.extend(stage.refusals)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert found == ["the module 0 has hooks, which run in Python"]
 
 
 def test_parameters_that_move_are_captured_anew() -> None:

@@ -352,6 +352,11 @@ class OnGrad(nn.Module):
         return self.state.on_grad(x * 1, lambda grad: 2 * grad)
 
 
+class WritesInput(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2) * x
+
+
 class WaitsInBackward(nn.Module):
     class Function(torch.autograd.Function):
         @staticmethod
@@ -390,6 +395,14 @@ def test_what_cannot_be_captured_is_named_and_runs_as_it_is(kind: type[nn.Module
     assert_same_grads(model, reference, rtol=1e-3, atol=1e-4)
     assert len(stage.refusals) == 1
     compare(dropout().cuda(), lambda: floats(8, 16))  # other captures are not concerned
+
+
+def test_an_input_that_is_written_to_runs_as_it_is() -> None:
+    x = torch.ones(4, device="cuda")
+    with pytest.warns(UserWarning, match="writes to one of its inputs"):
+        stage = split.capture(nn.Sequential(WritesInput(), nn.Linear(4, 4)).cuda(), x)
+    stage(x)
+    assert torch.equal(x, 2 * torch.ones_like(x))
 
 
 def test_compiled_inside() -> None:

@@ -89,7 +89,7 @@ class Captured(nn.Module):
             )
         self.module, self.in_flight, self._limit = module, in_flight, forms
         self.refusals: list[str] = []
-        self._without_hooks = -1  # when there were none, by UNSEEN.times
+        self._without_hooks: object = None  # since when there are none: UNSEEN.since
         self._state: list[Any] = []  # where the parameters are, and which modules there are
         self._forget()
 
@@ -103,7 +103,14 @@ class Captured(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the module captures its own graphs."""
-        return {**self.__dict__, "_grads": GradBuffers(), "_captured": [], "_refused": [], "_state": []}
+        return {
+            **self.__dict__,
+            "_grads": GradBuffers(),
+            "_captured": [],
+            "_refused": [],
+            "_state": [],
+            "_without_hooks": None,
+        }
 
     @property
     def sets(self) -> int:
@@ -210,7 +217,7 @@ class Captured(nn.Module):
         if torch.is_anomaly_enabled():
             return "detect_anomaly looks at each operation"
         UNSEEN.look()
-        if UNSEEN.times == self._without_hooks:  # nobody has put one on anything since we looked
+        if UNSEEN.since is self._without_hooks:  # nobody has put one on anything since we looked
             return None
         if (hooked := hooked_module(modules)) is not None:
             name = next((name for name, module in self.module.named_modules() if module is hooked), "")
@@ -218,7 +225,7 @@ class Captured(nn.Module):
         if any(type(tensor) in ORDINARY and any(both_hooks(tensor)) for tensor in held):
             name = next(name for name, p in self.module.named_parameters() if any(both_hooks(p)))
             return f"the parameter {name} has hooks, which run in Python"
-        self._without_hooks = UNSEEN.times
+        self._without_hooks = UNSEEN.since
         return None
 
 

@@ -24,14 +24,14 @@ class CallForm:
         kinds: the types of its leaves: 1 and True are equal, and may compute other things.
         tensors: of each, shape, strides, dtype and whether it needs a gradient.
         modes: of each module, whether it trains.
-        autocast: whether it is on, and its dtype.
+        settings: whether autocast is on, its dtype, and how exact products and other operations must be.
     """
 
     tree: Any
     kinds: tuple[type, ...]
     tensors: tuple[TensorForm, ...]
     modes: tuple[bool, ...]
-    autocast: tuple[bool, torch.dtype]
+    settings: tuple[Any, ...]
 
     @classmethod
     def of(
@@ -44,7 +44,12 @@ class CallForm:
             tuple(type(leaf) for leaf in leaves(tree)),
             tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in tensors),
             tuple([module.training for module in modules]),
-            (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
+            (
+                torch.is_autocast_enabled("cuda"),
+                torch.get_autocast_dtype("cuda"),
+                torch.get_float32_matmul_precision(),
+                torch.are_deterministic_algorithms_enabled(),
+            ),
         )
         return form, tensors
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway._torch.cuda_graphs import all_modules, held_tensors, stand_ins
-from sternway._torch.tensors import ORDINARY
+from sternway._torch.tensors import ORDINARY, version_of
 from sternway._tree import put_tensors
 from sternway.split._backward import backward_input
 from sternway.split.captured._form import CallForm
@@ -53,7 +53,7 @@ class CapturedForm:
             for _ in range(_REHEARSALS):
                 self._rehearse()
             got = {name: _grad_of(p, stand_ins) for name, p in self._parameters.items()}
-            self._read = watch(module, modules, lambda: self._forward(self._inputs()))  # kept as long as the graphs
+            self._read = watch(module, modules, self._forward_once)  # kept as long as the graphs
         for name, grad in got.items():
             if grad is not None and grad.layout is not torch.strided:
                 raise Uncapturable(f"the gradient of {name} is sparse")
@@ -89,6 +89,13 @@ class CapturedForm:
     def _forward(self, tensors: list[Tensor]) -> object:
         args, kwargs = put_tensors(self.form.tree, tensors)
         return self._module(*args, **kwargs)
+
+    def _forward_once(self) -> None:
+        inputs = self._inputs()
+        before = [version_of(tensor) for tensor in inputs]
+        self._forward(inputs)
+        if before != [version_of(tensor) for tensor in inputs]:
+            raise Uncapturable("the forward writes to one of its inputs, of which a graph has a copy")
 
     def _rehearse(self) -> None:
         """Run F, I and W, outside of any graph."""

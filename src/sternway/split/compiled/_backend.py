@@ -54,7 +54,7 @@ def sternway(
         raise SplitError(
             "Inductor's CUDA graphs cannot be split: they reuse one call's memory, while a split has several in flight",
             got=f"mode={mode!r}" if mode else "triton.cudagraphs",
-            fix='capture what was compiled without them: split.capture(torch.compile(module, backend="sternway"), sample); '
+            fix='capture what is compiled without: split.capture(torch.compile(module, backend="sternway"), sample); '
             'or pass mode="max-autotune-no-cudagraphs", or none',
         )
     parameters = {index: value for index, value in enumerate(inputs) if isinstance(value, Parameter)}
