@@ -120,8 +120,9 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 def own_workspaces() -> Iterator[None]:
     """A block in which cuBLAS takes workspaces anew, so that those of a capture are in the capture's own pool.
 
-    torch keeps one for each stream and thread, until somebody clears all of them, as Inductor does before it records
-    a graph. A graph that was captured with an earlier one would then work in memory that is gone.
+    torch keeps one for each stream and thread, until somebody clears them: Inductor does before it records a graph, and
+    so does the end of any graph that was captured on the same stream. A graph that was captured with an earlier
+    workspace would then work in memory that is gone (https://github.com/pytorch/pytorch/issues/193402).
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
