@@ -49,7 +49,7 @@ class CapturedForm:
         self._samples = [tensor.detach() for tensor in tensors]
         self.device = _one_device(module, form, tensors)
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        with self._aside() as stand_ins:
+        with _same_buffers(module), self._aside() as stand_ins:
             for _ in range(_REHEARSALS):
                 self._rehearse()
             got = {name: _grad_of(p, stand_ins) for name, p in self._parameters.items()}
@@ -113,13 +113,12 @@ class CapturedForm:
 
     @contextmanager
     def _aside(self) -> Iterator[Mapping[int, Tensor]]:
-        """A block on a stream of its own, after which buffers, gradients and random numbers are as they were.
+        """A block on a stream of its own, after which gradients and random numbers are as they were.
 
         Yields:
             The stand-ins of the parameters.
         """
         current = torch.cuda.current_stream(self.device)
-        buffers = [(buffer, buffer.detach().clone()) for buffer in self._module.buffers()]
         grads = [(parameter, parameter.grad) for parameter in self._parameters.values()]
         self._stream.wait_stream(current)
         torch.clear_autocast_cache()  # it may have copies of weights that are gone when a graph is replayed
@@ -130,13 +129,23 @@ class CapturedForm:
                 with stand_ins(self._modules, self._parameters.values()) as made:
                     yield made
             finally:
-                with torch.no_grad():
-                    for buffer, value in buffers:
-                        buffer.copy_(value)
                 for parameter, grad in grads:
                     parameter.grad = grad
                 torch.clear_autocast_cache()
                 current.wait_stream(self._stream)
+
+
+@contextmanager
+def _same_buffers(module: nn.Module) -> Iterator[None]:
+    """A block after which buffers are as they were. What is captured and not run does not change them."""
+    before = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 def _grad_of(parameter: Tensor, stand_ins: Mapping[int, Tensor]) -> Tensor | None:
