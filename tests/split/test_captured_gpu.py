@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from models import MODELS, gpt
+from captured_cases import CASES, Language, assert_same_bits, compare, dropout, floats, ids
+from models import gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,112 +17,12 @@ from compare import assert_same_grads, twin
 from compiled import compiled
 from sternway import split
 from sternway.errors import PendingError, SplitError
-from sternway.state import BackwardState
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("default"),  # cuBLAS says once that it made a context
 ]
-
-
-class Language(nn.Module):
-    """Token ids in, logits out; the table is used twice."""
-
-    def __init__(self, tokens: int = 50, dim: int = 32) -> None:
-        super().__init__()
-        self.table, self.blocks = nn.Embedding(tokens, dim), gpt(dim, 2)
-        self.head = nn.Linear(dim, tokens, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.head(self.blocks(self.table(ids)))
-        return out
-
-
-class Adapted(nn.Module):
-    """Weights that are made of others, one that is never used, one that is frozen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.a, self.b = (nn.Parameter(torch.randn(16, 16) / 4) for _ in range(3))
-        self.unused, self.frozen = nn.Parameter(torch.ones(3)), nn.Linear(16, 16).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = F.linear(x, self.weight + self.a @ self.b)
-        return F.linear(self.frozen(h).relu(), self.weight[:8])
-
-
-def dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.4), nn.GELU(), nn.Dropout(0.2), nn.Linear(64, 16))
-
-
-def ids(*shape: int) -> Tensor:
-    return torch.randint(50, shape, device="cuda")
-
-
-def floats(*shape: int, first: bool = False) -> Tensor:
-    return torch.randn(shape, device="cuda", requires_grad=not first)
-
-
-CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    **{name: (make, lambda shape=shape: floats(*shape)) for name, (make, shape) in MODELS.items()},
-    "larger gpt": (lambda: gpt(64, 2), lambda: floats(4, 32, 64)),
-    "first stage": (lambda: gpt(16, 2), lambda: floats(2, 5, 16, first=True)),
-    "language": (Language, lambda: ids(2, 9)),
-    "adapted": (Adapted, lambda: floats(4, 16)),
-    "dropout": (dropout, lambda: floats(8, 16)),
-}
-
-
-def step(call: Any, x: Tensor, grad: Tensor, seed: int) -> tuple[Tensor, Tensor | None]:
-    """F, I and W; the output and the input's gradient."""
-    torch.manual_seed(seed)
-    y = call(x)
-    found, pending = split.backward_input(y, grad, x if x.requires_grad else ())
-    pending.run()
-    return y.detach(), found if x.requires_grad else None
-
-
-def assert_same_bits(model: nn.Module, reference: nn.Module) -> None:
-    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        if p.grad is not None:
-            worst = float((p.grad - q.grad).abs().max())
-            assert torch.equal(p.grad, q.grad), f"{name} differs by {worst:.1e} of {float(q.grad.abs().max()):.1e}"
-    for (name, p), q in zip(model.named_buffers(), reference.buffers(), strict=True):
-        assert torch.equal(p, q), name
-
-
-def compare(model: nn.Module, make: Callable[[], Tensor], wrap: Any = None, rounds: int = 3) -> split.Captured:
-    """Captured, split and plain, in turn."""
-    eager, plain = copy.deepcopy(model), copy.deepcopy(model)
-    wrap = wrap or (lambda call, x: call(x))
-    state = copy.deepcopy(model.state_dict())
-    x = make()
-    shape = wrap(plain, x)
-    plain.load_state_dict(state)
-    stage = wrap(lambda x: split.capture(model, x), x)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, state[name]), f"{name} changed by the capture"
-    assert all(p.grad is None for p in model.parameters())
-    for seed in range(rounds):
-        x = make()
-        others = [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(2)]
-        grad = torch.randn_like(shape)
-        mine = step(lambda x: wrap(stage, x), x, grad, seed)
-        theirs = step(lambda x: wrap(eager, x), others[0], grad, seed)
-        assert torch.equal(mine[0], theirs[0]), "outputs"
-        assert mine[1] is None or torch.equal(mine[1], theirs[1]), "input gradients"
-        torch.manual_seed(seed)
-        wrap(plain, others[1]).backward(grad)
-        if mine[1] is not None:
-            torch.testing.assert_close(mine[1], others[1].grad, rtol=2e-2, atol=2e-3)
-    assert_same_bits(model, eager)
-    assert_same_grads(model, plain, rtol=2e-2, atol=2e-3)
-    assert stage.refusals == []
-    assert stage.sets == stage.in_flight
-    return stage
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -322,87 +221,6 @@ def test_on_another_stream_and_in_other_modes() -> None:
         assert stage(x).grad_fn is None
     stage.eval()
     torch.testing.assert_close(stage(x), reference.eval()(x), rtol=1e-3, atol=1e-4)
-
-
-class Waits(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if float(x.sum()) > 0 else x * 3
-
-
-class Chooses(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[x > 0].sum() * x
-
-
-class ReadsHost(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = [torch.tensor(2.0)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale[0]
-
-
-class OnGrad(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: Any = BackwardState()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.state.on_grad(x * 1, lambda grad: 2 * grad)
-
-
-class WritesInput(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2) * x
-
-
-class WaitsInBackward(nn.Module):
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return grad * 2 if float(grad.abs().sum()) >= 0 else grad
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.Function.apply(x)
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (Waits, r"waits for a result of the GPU in the module 1, .*test_captured_gpu\.py line \d+"),
-        (Chooses, r"waits for a result of the GPU in the module 1, .*test_captured_gpu\.py line \d+"),
-        (ReadsHost, r"reads a tensor on the CPU, of shape \(\) in the module 1, .*test_captured_gpu\.py line \d+"),
-        (OnGrad, "hooks of a state run in Python, which a CUDA graph does not"),
-        (WaitsInBackward, "CUDA cannot capture an operation"),
-    ],
-)
-def test_what_cannot_be_captured_is_named_and_runs_as_it_is(kind: type[nn.Module], reason: str) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), kind(), nn.Dropout(0.5), nn.Linear(8, 8)).cuda()
-    reference = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match=f"Sequential runs as it is, without CUDA graphs: .*{reason}"):
-        stage = split.capture(model, floats(4, 8))
-    for seed in range(2):
-        x = floats(4, 8)
-        torch.manual_seed(seed)
-        stage(x).sum().backward()
-        torch.manual_seed(seed)
-        reference(x.detach().requires_grad_()).sum().backward()
-    assert_same_grads(model, reference, rtol=1e-3, atol=1e-4)
-    assert len(stage.refusals) == 1
-    compare(dropout().cuda(), lambda: floats(8, 16))  # other captures are not concerned
-
-
-def test_an_input_that_is_written_to_runs_as_it_is() -> None:
-    x = torch.ones(4, device="cuda")
-    with pytest.warns(UserWarning, match="writes to one of its inputs"):
-        stage = split.capture(nn.Sequential(WritesInput(), nn.Linear(4, 4)).cuda(), x)
-    stage(x)
-    assert torch.equal(x, 2 * torch.ones_like(x))
 
 
 def test_compiled_inside() -> None:
