@@ -45,6 +45,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_tuner.py::test_a_schedule_that_was_named_stays": ("dist",),
     "pipeline/test_tuner.py::test_steps_with_the_sample_leave_the_model_as_it_was": ("dist",),
     "pipeline/test_tuner.py::test_copies_take_the_plan_of_the_first": ("dist",),
+    "pipeline/test_tuner.py::test_ways_to_cut_with_equal_numbers_of_stages_are_tried_one_after_the_other": ("dist",),
     "pipeline/test_tuner.py::test_real_steps_have_the_gradients_of_one_process_in_every_order": ("dist",),
     "schedule/test_schedule_random.py": ("slow",),
     "schedule/test_search.py::test_the_same_call_gives_the_same_schedule": ("slow",),
