@@ -28,6 +28,7 @@ Feature = Literal[
     "split.checkpoint",  # apart, and the next too: their probes import Dynamo and FSDP, which takes seconds
     "split.parallel",
     "split.compiled",
+    "split.learned",
     "split.install",
     "graph",
     "pipeline",
@@ -43,6 +44,7 @@ _AREAS = (
     "failures",
     "nodes",
     "operands",
+    "functions",
     "saved_hooks",
     "compile",
     "tracing",
