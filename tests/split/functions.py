@@ -280,6 +280,20 @@ class DrawsWithPython(Product):
 _NUMBERS = itertools.count(1)
 
 
+class RunsABackward(Product):
+    """Computes its forward again, and runs a backward of its own, which adds to ``.grad``."""
+
+    why = "changes tensors in place"
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            with torch.enable_grad():
+                torch.autograd.backward((x.detach() @ weight) / 2, grads[0])
+        return Product.backward(ctx, *grads)
+
+
 class Differs(Product):
     """Gives something else each time, and nothing shows it but the numbers."""
 
@@ -335,6 +349,7 @@ WHOLE = [
     TakesFromCtx,
     Draws,
     DrawsWithPython,
+    RunsABackward,
     ReturnsItsBuffer,
     RaisesInParts,
     TakesBoxes,

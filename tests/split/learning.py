@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from compare import assert_split_equals_backward, names
 from sternway import split
-from sternway.split.learned import _kinds, _try
+from sternway.split.learned import _effects, _kinds, _try
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
 
@@ -21,6 +21,7 @@ EXACT = {"rtol": 0.0, "atol": 0.0}
 def learning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every Function may be tried, and the clock stands still, so that each that can be split gains."""
     monkeypatch.setattr(_try, "clock", lambda: 0.0)
+    monkeypatch.setattr(_effects, "is_alone", lambda: True)  # pytest may have threads of its own
     monkeypatch.setattr(_kinds, "_CHOSEN", weakref.WeakKeyDictionary())
     monkeypatch.setattr(_kinds, "_KINDS", weakref.WeakKeyDictionary())
     split.learn(Function)

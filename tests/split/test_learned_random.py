@@ -188,3 +188,7 @@ def test_random_functions(
         assert model.shared.count == reference.shared.count
         assert model.shared.items == reference.shared.items
         assert model.shared.total.equal(reference.shared.total)
+    if not spec.habits:
+        name = f"{function.__module__}.{function.__qualname__}"
+        assert {row.verdict for row in split.kinds() if row.name == name} <= {"split"}
+    split.unlearn(function)

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import BackwardCFunction
 
 from sternway._torch.probe import probe
 
@@ -22,7 +21,7 @@ _OF_OPERATORS = "GeneratedBackwardFor_"  # what torch.library calls the Function
 
 def function_of(node: Any) -> Any:
     """The ``autograd.Function`` that a node was made by; None for any other node."""
-    return node._forward_cls if isinstance(node, BackwardCFunction) else None
+    return getattr(node, "_forward_cls", None)
 
 
 def is_users(function: type) -> bool:

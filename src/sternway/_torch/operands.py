@@ -53,6 +53,34 @@ class Baddbmm:
     beta: Field = attrgetter("_saved_beta")
 
 
+class Mv:
+    """``matrix @ vector``."""
+
+    name = "MvBackward0"
+    matrix: Field = attrgetter("_saved_self")
+    vector: Field = attrgetter("_saved_vec")
+
+
+class Addmv:
+    """``beta * bias + alpha * matrix @ vector``."""
+
+    name = "AddmvBackward0"
+    matrix: Field = attrgetter("_saved_mat")
+    vector: Field = attrgetter("_saved_vec")
+    alpha: Field = attrgetter("_saved_alpha")
+    beta: Field = attrgetter("_saved_beta")
+
+
+class Addbmm:
+    """``beta * bias + alpha *`` the sum of the products of two stacks of matrices."""
+
+    name = "AddbmmBackward0"
+    left: Field = attrgetter("_saved_batch1")
+    right: Field = attrgetter("_saved_batch2")
+    alpha: Field = attrgetter("_saved_alpha")
+    beta: Field = attrgetter("_saved_beta")
+
+
 class Convolution:
     """Convolutions, plain and transposed, in any number of dimensions."""
 
@@ -179,6 +207,40 @@ def _baddbmm() -> bool:
     node: Any = torch.baddbmm(bias, left, right, alpha=2, beta=3).grad_fn
     fields = [Baddbmm.left(node), Baddbmm.right(node), Baddbmm.alpha(node), Baddbmm.beta(node)]
     is_kind = type(node).__name__ == Baddbmm.name
+    return is_kind and fields == [left, right, 2, 3] and _leaves(node) == [bias, left, right]
+
+
+@probe("MvBackward0: _saved_self, _saved_vec", expected="are a matrix and a vector", features=("split",))
+def _mv() -> bool:
+    matrix, vector = _matrix(2, 3), _matrix(3)
+    node: Any = torch.mv(matrix, vector).grad_fn
+    sides = [Mv.matrix(node), Mv.vector(node)]
+    return type(node).__name__ == Mv.name and sides == _leaves(node) == [matrix, vector]
+
+
+@probe(
+    "AddmvBackward0: _saved_mat, _saved_vec, _saved_alpha, _saved_beta",
+    expected="are a matrix, a vector and their factors",
+    features=("split",),
+)
+def _addmv() -> bool:
+    bias, matrix, vector = _matrix(2), _matrix(2, 3), _matrix(3)
+    node: Any = torch.addmv(bias, matrix, vector, alpha=2, beta=3).grad_fn
+    fields = [Addmv.matrix(node), Addmv.vector(node), Addmv.alpha(node), Addmv.beta(node)]
+    is_kind = type(node).__name__ == Addmv.name
+    return is_kind and fields == [matrix, vector, 2, 3] and _leaves(node) == [bias, matrix, vector]
+
+
+@probe(
+    "AddbmmBackward0: _saved_batch1, _saved_batch2, _saved_alpha, _saved_beta",
+    expected="are the sides of products and their factors",
+    features=("split",),
+)
+def _addbmm() -> bool:
+    bias, left, right = _matrix(2, 4), _matrix(2, 2, 3), _matrix(2, 3, 4)
+    node: Any = torch.addbmm(bias, left, right, alpha=2, beta=3).grad_fn
+    fields = [Addbmm.left(node), Addbmm.right(node), Addbmm.alpha(node), Addbmm.beta(node)]
+    is_kind = type(node).__name__ == Addbmm.name
     return is_kind and fields == [left, right, 2, 3] and _leaves(node) == [bias, left, right]
 
 

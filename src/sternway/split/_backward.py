@@ -114,13 +114,12 @@ def backward_input(
     at_branches = list(zip(plan.branches, of_nodes[len(nodes) :], strict=False))
     missed = [part for part, grad in at_branches if grad is None]
     cuts = [*plan.cuts, *plan.functions] if plan.functions else plan.cuts
-    for function in plan.functions:
-        ready += function.ready
-        missed += function.undefined
+    missed += [part for function in plan.functions for part in function.undefined]
+    computed = {part for function in plan.functions for part in function.computed}
     missed += [part for cut in cuts if not cut.grads or cut.grads[0][0] is None for part in cut.parts]
     undefined = [leaf for leaf, grad in of_leaves if grad is None] + [leaf for part in missed for leaf in part.leaves()]
     direct, through_graph = deferred_work(
-        in_order(cuts) if exact else cuts, ready, [pair for pair in at_branches if pair[1] is not None]
+        in_order(cuts) if exact else cuts, ready, [pair for pair in at_branches if pair[1] is not None], computed
     )
     work: list[Deferred] = [direct, *(offer.work for offer in offers if offer.work is not None), through_graph]
     pending = Pending(work, ran, undefined, exact, group)

@@ -167,4 +167,4 @@ def _facts(value: Any) -> Hashable:
         return type(value), value
     if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
         return value
-    return type(value)
+    return type(value).__module__, type(value).__qualname__

@@ -85,17 +85,17 @@ class FunctionCut(Cut):
         exact: whether the split was asked for every bit.
 
     Attributes:
-        ready: leaves whose gradient was computed after all, as the backward was called whole.
+        computed: parts whose gradient is known after all, as the backward was called whole.
         undefined: parts that got no gradient then.
     """
 
-    __slots__ = ("_exact", "_inputs", "is_trial", "ready", "undefined")
+    __slots__ = ("_exact", "_inputs", "computed", "is_trial", "undefined")
 
     def __init__(self, node: Node, parts: list[Part], packing: Packing, inputs: list[int], exact: bool) -> None:
         super().__init__(node, parts, packing, runs_in_i=True)
         self._inputs, self._exact = inputs, exact
         self.is_trial = self.kind().verdict != "split"  # then its weights do not wait this time
-        self.ready: list[tuple[Node, Tensor]] = []
+        self.computed: list[Part] = []
         self.undefined: list[Part] = []
 
     def kind(self) -> LearnedKind:
@@ -105,32 +105,32 @@ class FunctionCut(Cut):
 
     def call(self, *grads: Tensor | None) -> Grads:
         """Called by the engine in place of the node's backward."""
-        kind, wanted = self.kind(), exactness(function_of(self.node))
-        call = self._read(grads) if kind.verdict != "whole" and wanted is not None else None
-        form = call.form() if call is not None else None
-        if not self.is_trial and call is not None and kind.splits(form, exact=wanted or self._exact):
-            returned = self._in_two_parts(call, kind)
-            if returned is not None:
-                return returned
-        trial = call is not None and kind.may_try(form) and not _is_capturing()
-        surroundings = Surroundings(call) if trial and call is not None else None
-        function, needs = function_of(self.node), self.node.needs_input_grad
-        returned = one_for_each(call_backward(self.node, grads), function, needs)
-        if surroundings is not None and call is not None:
-            outcome, returned = _try(call, returned, kind, surroundings, exact=bool(wanted))
-            kind.note(form, outcome)
-        if self.is_trial:
-            return returned
-        return self._hand_over(returned)
+        kind, exact = self.kind(), exactness(function_of(self.node))
+        call = self._read(grads) if kind.verdict != "whole" and exact is not None else None
+        if call is None:
+            returned = self._whole(grads)
+        elif not self.is_trial and kind.splits(call.form(), exact=exact or self._exact):
+            in_part = self._in_two_parts(call, kind)
+            if in_part is not None:
+                return in_part
+            returned = self._whole(grads)
+        elif kind.may_try(call.form()) and not _is_capturing():
+            surroundings = Surroundings(call)
+            outcome, returned = _try(call, self._whole(grads), kind, surroundings, exact=bool(exact))
+            kind.note(call.form(), outcome)
+        else:
+            returned = self._whole(grads)
+        return returned if self.is_trial else self._hand_over(returned)
+
+    def _whole(self, grads: Grads) -> Grads:
+        node = self.node
+        return one_for_each(call_backward(node, grads), function_of(node), node.needs_input_grad)
 
     def _read(self, grads: Grads) -> BackwardCall | None:
         """The call that the engine is about to make; None if what the node saved cannot be read beforehand."""
         try:
             return BackwardCall.of(self.node, grads, self.packing)
-        except (
-            RuntimeError,
-            NotImplementedError,
-        ):  # it was freed, or changed in place: the backward itself will say so
+        except RuntimeError:  # it was freed, or changed in place: the backward itself will say so
             return None
 
     def _in_two_parts(self, call: BackwardCall, kind: LearnedKind) -> Grads | None:
@@ -158,20 +158,16 @@ class FunctionCut(Cut):
 
     def _hand_over(self, returned: Grads) -> Grads:
         """Keep the weights' gradients of a whole call, which the engine was not asked for; the others go on."""
-        going, known = list(returned), []
+        going = list(returned)
         for part in self.parts:
             index, slot = self._inputs[part.position], _slot(part)
             value, going[index] = returned[index], None
             if value is None:
                 self.undefined.append(part)
-                continue
-            value = sum_to(value, tuple(slot.shape)).to(slot.dtype)
-            if part.edge[0] is part.leaf:
-                self.ready.append((part.leaf, value))
             else:
-                part.later = Later(_itself, value)
-                known.append(part)
-        self.parts = known
+                part.later = Later(_itself, sum_to(value, tuple(slot.shape)).to(slot.dtype))
+                self.computed.append(part)
+        self.parts = list(self.computed)
         self.grads.append((_NO_GRAD,))
         return tuple(going)
 

@@ -88,7 +88,7 @@ class Surroundings:
             return "changes tensors in place"
         if self._bits != [_bits(tensor) for tensor in self._tensors]:
             return "changes tensors in place, by a kernel that autograd does not see"
-        if self._random.was_used() or self._others != _other_generators():
+        if self._random.was_used() or (is_alone() and self._others != _other_generators()):
             return "draws random numbers"
         return None
 
@@ -104,11 +104,17 @@ class Surroundings:
 
     def _picture(self) -> dict[str, Any]:
         function, found = self._call.function, {f"ctx.{name}": each for name, each in self._call.attributes.items()}
+        found["ctx.saved_tensors"] = self._call.saved
         for base in function.__mro__:
             if base.__module__.split(".")[0] not in _LIBRARIES:
                 found |= {f"{base.__name__}.{name}": value for name, value in vars(base).items()}
         found |= named_by(backward_of(function))
         return {name: outline(value, self._held) for name, value in found.items()}
+
+
+def is_alone() -> bool:
+    """Whether no other thread runs Python, which might draw random numbers too."""
+    return threading.active_count() == 1
 
 
 class RandomState:
@@ -123,16 +129,12 @@ class RandomState:
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state(self._device)] if self._device is not None else [])]
 
     def was_used(self) -> bool:
-        """Whether random numbers were drawn since, perhaps by another thread."""
-        return not all(map(torch.equal, self._states, self._now()))
-
-    def was_used_here(self) -> bool:
-        """Whether they were drawn for certain by this thread: there is no other."""
-        return threading.active_count() == 1 and self.was_used()
+        """Whether random numbers were drawn since. While other threads run, it might have been them: then False."""
+        return is_alone() and not all(map(torch.equal, self._states, self._now()))
 
     def restore(self) -> None:
-        """Let the same numbers be drawn again, unless another thread may have drawn some."""
-        if self.was_used_here():
+        """Let the same numbers be drawn again, where they were drawn by this thread."""
+        if self.was_used():
             torch.set_rng_state(self._states[0])
             if self._device is not None:
                 torch.cuda.set_rng_state(self._states[1], self._device)
@@ -153,7 +155,7 @@ def outline(value: Any, held: list[Any], depth: int = _DEPTH) -> Any:
         return value
     held.append(value)
     if isinstance(value, Tensor):
-        return id(value), version(value)
+        return id(value), version(value), outline(value.grad if value.is_leaf else None, held)
     if depth and isinstance(value, Mapping):
         return id(value), [(outline(key, held, 0), outline(each, held, depth - 1)) for key, each in value.items()]
     if depth and isinstance(value, list | tuple | bytearray):

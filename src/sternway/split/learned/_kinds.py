@@ -22,8 +22,6 @@ from sternway.split.learned._call import Flags
 from sternway.split.learned._try import Outcome, PartTimes
 
 MOST_FORMS = 16
-MOST_TRIALS = 8
-"""How often a Function is tried before a trial tells anything: caches may fill in its first calls."""
 
 
 @dataclass(eq=False, slots=True)
@@ -36,6 +34,7 @@ class LearnedKind:
     why: str = "not tried: see split.learn"
     forms: dict[Hashable, bool] = field(default_factory=dict)  # that it was tried in: whether it was equal in every bit
     trials: int = 0
+    asked: int = 0  # how often a trial might have been made since one has told something
     calls: int = 0
     seconds: PartTimes | None = None
     held: int = 0
@@ -45,18 +44,21 @@ class LearnedKind:
         return self.verdict == "split" and (self.forms.get(form) or (form in self.forms and not exact))
 
     def may_try(self, form: Hashable) -> bool:
-        """Whether a call that looks like this one may be used for a trial."""
-        return self.verdict != "whole" and form not in self.forms and len(self.forms) < MOST_FORMS
+        """Whether to try a call that looks like this one: more and more seldom, while trials tell nothing."""
+        if self.verdict == "whole" or form in self.forms or len(self.forms) >= MOST_FORMS:
+            return False
+        self.asked += 1
+        return not self.asked & (self.asked - 1)
 
     def note(self, form: Hashable, outcome: Outcome) -> None:
         """Keep what a trial has found."""
         self.trials += 1
         if outcome.splits:
-            self.verdict, self.why = "split", ""
+            self.verdict, self.why, self.asked = "split", "", 0
             self.forms[form] = outcome.exact
             self.held = max(self.held, outcome.held)
             self.seconds = outcome.seconds or self.seconds
-        elif outcome.splits is False or self.trials >= MOST_TRIALS:
+        elif outcome.splits is False:
             self.stay_whole(outcome.why)
             self.seconds = outcome.seconds or self.seconds
         else:
@@ -208,8 +210,8 @@ class FunctionKinds:
     def __str__(self) -> str:
         if not self.rows:
             return "no custom Function with weights was met"
-        lines = [("Function", "waits", "", "(I + W) / whole", "W / whole", "bits", "held", "calls", "")]
-        lines += [_cells(row) for row in self.rows]
+        head = ("Function", "waits", "", "(I + W) / whole", "W / whole", "bits", "held", "calls", "")
+        lines: list[tuple[str, ...]] = [head, *map(_cells, self.rows)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
         texts = ["  ".join([cell.ljust(width) for cell, width in zip(line, widths, strict=True)]) for line in lines]
         return "\n".join(text.rstrip() for text in texts)

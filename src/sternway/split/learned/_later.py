@@ -45,8 +45,7 @@ class DeferredCall:
         """Pack what is held, until ``unpack()``; parameters, and what the forward put on ``ctx``, stay."""
 
         def packed(each: Tensor | None) -> Tensor | Packed | None:
-            stays = not isinstance(each, Tensor) or isinstance(each, torch.nn.Parameter)
-            return each if stays else pack(each)
+            return each if each is None or isinstance(each, torch.nn.Parameter | Packed) else pack(each)
 
         if (call := self._call) is not None:
             grads, saved = tuple(map(packed, call.grads)), tuple(map(packed, call.saved))
@@ -92,7 +91,7 @@ class DeferredCall:
         tensors = call.tensors()
         versions, randomness = [version(each) for each in tensors], RandomState(call.device)
         found = call.run(self._flags)
-        is_changed = versions != [version(each) for each in tensors] or randomness.was_used_here()
+        is_changed = versions != [version(each) for each in tensors] or randomness.was_used()
         if is_changed or not returns_only(found, self._flags):
             raise PendingError(
                 "the weights' part of a backward must return their gradients alone, and change nothing",

@@ -120,7 +120,7 @@ def attempt(
     try:
         with guarded():
             why, equal, _ = run()
-        rounds = []
+        rounds: list[list[float]] = []
         while not why and len(rounds) < (ROUNDS if timed else 1):
             why, same, times = run()
             equal = equal and same
