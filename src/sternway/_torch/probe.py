@@ -44,6 +44,7 @@ _AREAS = (
     "failures",
     "nodes",
     "operands",
+    "products",
     "functions",
     "saved_hooks",
     "compile",

@@ -10,22 +10,16 @@ from torch import Tensor
 
 from sternway._torch.nodes import signed
 from sternway._torch.operands import (
-    Addbmm,
     Addmm,
-    Addmv,
     Baddbmm,
     Bmm,
     Convolution,
     Embedding,
     EmbeddingBag,
-    GroupedMm,
     Mm,
-    Mv,
-    Trilinear,
     embedding_bag_backward,
-    grouped_mm,
-    trilinear,
 )
+from sternway._torch.products import Addbmm, Addmv, GroupedMm, Mv, Trilinear, grouped_mm, trilinear
 from sternway.split._later import Later, Product
 from sternway.split._rules import rule
 
