@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,19 +12,22 @@ from torch.autograd import Function
 
 from compare import assert_split_equals_backward, names
 from sternway import split
-from sternway.split.learned import _effects, _kinds, _try
+from sternway.split.learned import _effects, _record, _try
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
 
 
 @pytest.fixture(autouse=True)
-def learning(monkeypatch: pytest.MonkeyPatch) -> None:
+def learning(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every Function may be tried, and the clock stands still, so that each that can be split gains."""
     monkeypatch.setattr(_try, "clock", lambda: 0.0)
     monkeypatch.setattr(_effects, "is_alone", lambda: True)  # pytest may have threads of its own
-    monkeypatch.setattr(_kinds, "_CHOSEN", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(_kinds, "_KINDS", weakref.WeakKeyDictionary())
+    _record.CHOSEN.clear()
+    _record.RECORDS.clear()
     split.learn(Function)
+    yield
+    _record.CHOSEN.clear()
+    _record.RECORDS.clear()
 
 
 def row(name: str) -> split.FunctionKind:

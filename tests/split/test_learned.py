@@ -28,7 +28,7 @@ from torch.autograd import Function
 from compare import assert_same_grads, names, twin
 from sternway import split
 from sternway.errors import PendingError, SplitError
-from sternway.split.learned import _kinds, _try
+from sternway.split.learned import _record, _try
 
 
 @pytest.mark.parametrize("first_stage", [False, True], ids=["middle", "first"])
@@ -184,7 +184,7 @@ def test_gradients_that_were_none_in_the_trial_are_another_form() -> None:
 
 
 def test_more_forms_than_are_tried_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_kinds, "MOST_FORMS", 2)
+    monkeypatch.setattr(_record, "MOST_FORMS", 2)
     model = Around(Product)
     for rows in (3, 4, 5, 5):
         pending = compare(model, torch.randn(rows, 4, requires_grad=True), rounds=1)

@@ -20,8 +20,9 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from compare import assert_same_grads, names, twin
-from sternway import saved, split
+from sternway import saved, schedule, split
 from sternway.errors import PendingError, SplitError
+from sternway.pipeline import LocalTransport, Pipeline
 from sternway.split.learned import _effects
 
 
@@ -299,6 +300,23 @@ def test_an_operator_of_torch_library() -> None:
             apply = staticmethod(product)
 
         assert_splits(Around(Apart), torch.randn(5, 4, requires_grad=True), waits={"weight"})
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_a_pipeline_splits_what_was_learned(name: str) -> None:
+    plan = schedule.make(name, ranks=2, microbatches=4)
+    stages = {index: nn.Sequential(Around(Product), Around(Product)) for index in range(plan.num_stages)}
+    whole = nn.Sequential(*(stages[index] for index in sorted(stages)))
+    (reference,) = twin(whole)
+    pipe = Pipeline(stages, schedule=plan, loss_fn=nn.functional.mse_loss, transport=LocalTransport())
+    for _ in range(2):
+        x, target = torch.randn(8, 4), torch.randn(8, 4)
+        result = pipe.step(x, target=target)
+        loss = nn.functional.mse_loss(reference(x), target)
+        loss.backward()
+        torch.testing.assert_close(result.loss, loss.detach())
+    assert_same_grads(whole, reference, rtol=1e-4, atol=1e-6)
+    assert row("Product").calls > 8
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,7 +155,7 @@ SPECS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     SPECS,
     st.integers(1, 3),

@@ -19,7 +19,8 @@ from sternway.split._stage import stage_backward, stage_backward_input, stage_ba
 from sternway.split.compiled._inspect import inspect
 from sternway.split.compiled._report import CompiledGraph, CompiledGraphs, CompiledNode
 from sternway.split.eager import _known  # noqa: F401 - fills the table of rules
-from sternway.split.learned._kinds import FunctionKind, FunctionKinds, kinds, learn, unlearn
+from sternway.split.learned._learn import learn, unlearn
+from sternway.split.learned._table import FunctionKind, FunctionKinds, kinds
 from sternway.split.learned._try import PartTimes
 
 __all__ = [

@@ -32,6 +32,7 @@ from torch.autograd.function import BackwardCFunction
 from sternway._torch import require
 from sternway._torch.autograd import gradient_slots
 from sternway._torch.compile import COMPILED_NODE
+from sternway._torch.functions import function_of
 from sternway._torch.nodes import ACCUMULATE_GRAD
 from sternway._torch.parallel import in_process_group
 from sternway._torch.saved_hooks import can_share_recomputation
@@ -42,7 +43,8 @@ from sternway.split._plan import OpaqueNode, SplitPlan
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._unseen import UNSEEN
 from sternway.split._unsupported import UNSUPPORTED, refuse_spent
-from sternway.split.learned._cut import FunctionCut, function_cut, is_wanted
+from sternway.split.learned._cut import FunctionCut, function_cut
+from sternway.split.learned._record import record_of
 
 
 def make_plan(roots: Iterable[Edge], inputs: set[Edge], exact: bool = False) -> SplitPlan:
@@ -254,12 +256,16 @@ class _Planner:
 
     def cut_function(self, node: Node, edges: Sequence[Edge]) -> Sequence[Edge]:
         """Make a custom Function's node a cut, if its backward is called in two parts; the edges that I follows."""
-        if not is_wanted(node) or packing(node) is Packing.FOREIGN or UNSEEN.on_node(node):
+        record = record_of(function_of(node))
+        if not record.is_wanted(node.needs_input_grad):
+            return edges
+        record.was_met, packed = True, packing(node)
+        if packed is Packing.FOREIGN or UNSEEN.on_node(node):
             return edges
         parts = self.weights_of_function(edges)
         deferred = [part.position for part in parts]
         followed = [edge for place, edge in enumerate(edges) if edge[0] is not None and place not in deferred]
-        cut = function_cut(node, parts, packing(node), self.exact) if followed else None
+        cut = function_cut(record, node, parts, packed, self.exact) if followed else None
         if cut is None or cut.is_trial:
             self.trials += [cut] if cut is not None else []
             return edges

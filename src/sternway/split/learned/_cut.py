@@ -12,42 +12,39 @@ import torch
 from torch import Tensor
 
 from sternway._torch.autograd import gradient_slots
-from sternway._torch.functions import call_backward, function_of, is_users
+from sternway._torch.functions import call_backward, function_of
 from sternway.errors import SplitError
 from sternway.split._later import Later
 from sternway.split._part import Cut, Node, Packing, Part, sum_to
 from sternway.split.learned._call import BackwardCall, Grads, one_for_each
 from sternway.split.learned._effects import RandomState, Surroundings
-from sternway.split.learned._kinds import LearnedKind, exactness, kind_of, meet, was_met
 from sternway.split.learned._later import CallGradient, DeferredCall
-from sternway.split.learned._try import Outcome, attempt, parts_of, returns_only
+from sternway.split.learned._record import FunctionRecord, LearnedKind
+from sternway.split.learned._try import TrialOutcome, attempt, parts_of, returns_only
 
 _NO_GRAD = torch.empty(0)  # a Part has the gradient of its node's output; the deferred call has those of all outputs
 
 
-def is_wanted(node: Node) -> bool:
-    """Whether a Function's node is worth a look: it may be tried, or is a user's and was not met before."""
-    function = function_of(node)
-    return exactness(function) is not None or (is_users(function) and not was_met(function))
-
-
-def function_cut(node: Node, parts: list[Part], packing: Packing, exact: bool) -> FunctionCut | None:
+def function_cut(
+    record: FunctionRecord, node: Node, parts: list[Part], packing: Packing, exact: bool
+) -> FunctionCut | None:
     """A cut at a Function's node, if its backward is called in two parts or may be tried.
 
     Args:
+        record: what is known of the Function.
         node: the node.
         parts: the weights among its inputs.
         packing: which hooks packed its saved tensors.
         exact: whether the split was asked for every bit.
     """
-    function, inputs = function_of(node), _inputs_behind(node)
-    meet(function)
+    inputs = _inputs_behind(node)
     if not parts or inputs is None:
         return None
-    cut = FunctionCut(node, parts, packing, inputs, exact)
-    if not any(map(_has_matrix, parts)):  # they take no product, and are not worth what they would hold
-        cut.kind().stay_whole("its weights are vectors")
-    return cut if exactness(function) is not None and cut.kind().verdict != "whole" else None
+    cut = FunctionCut(record, node, parts, packing, inputs, exact)
+    kind = cut.kind()
+    if kind.verdict == "untried" and not any(map(_has_matrix, parts)):
+        kind.stay_whole("its weights are vectors")  # they take no product, and are not worth what they would hold
+    return cut if record.exact is not None and kind.verdict != "whole" else None
 
 
 def _inputs_behind(node: Node) -> list[int] | None:
@@ -78,6 +75,7 @@ class FunctionCut(Cut):
     """A node of a custom Function some of whose weights may wait.
 
     Args:
+        record: what is known of the Function.
         node: the node.
         parts: the weights.
         packing: which hooks packed its saved tensors.
@@ -89,35 +87,38 @@ class FunctionCut(Cut):
         undefined: parts that got no gradient then.
     """
 
-    __slots__ = ("_exact", "_inputs", "computed", "is_trial", "undefined")
+    __slots__ = ("_exact", "_inputs", "_record", "computed", "is_trial", "undefined")
 
-    def __init__(self, node: Node, parts: list[Part], packing: Packing, inputs: list[int], exact: bool) -> None:
+    def __init__(
+        self, record: FunctionRecord, node: Node, parts: list[Part], packing: Packing, inputs: list[int], exact: bool
+    ) -> None:
         super().__init__(node, parts, packing, runs_in_i=True)
-        self._inputs, self._exact = inputs, exact
+        self._record, self._inputs, self._exact = record, inputs, exact
         self.is_trial = self.kind().verdict != "split"  # then its weights do not wait this time
         self.computed: list[Part] = []
         self.undefined: list[Part] = []
 
     def kind(self) -> LearnedKind:
-        """What is known of the Function, for the weights that wait."""
+        """What is known of the Function, for the weights that wait: some may have been taken off since the plan."""
         waiting = frozenset([self._inputs[part.position] for part in self.parts])
-        return kind_of(function_of(self.node), self.node.needs_input_grad, waiting)
+        return self._record.kind(self.node.needs_input_grad, waiting)
 
     def call(self, *grads: Tensor | None) -> Grads:
         """Called by the engine in place of the node's backward."""
-        kind, exact = self.kind(), exactness(function_of(self.node))
-        call = self._read(grads) if kind.verdict != "whole" and exact is not None else None
+        kind, exact = self.kind(), self._record.exact
+        call = self._read(grads) if kind.verdict != "whole" else None
+        form = call.form() if call is not None else None
         if call is None:
             returned = self._whole(grads)
-        elif not self.is_trial and kind.splits(call.form(), exact=exact or self._exact):
+        elif not self.is_trial and kind.splits(form, exact=exact or self._exact):
             in_part = self._in_two_parts(call, kind)
             if in_part is not None:
                 return in_part
             returned = self._whole(grads)
-        elif kind.may_try(call.form()) and not _is_capturing():
+        elif kind.may_try(form) and not _is_capturing():
             surroundings = Surroundings(call)
             outcome, returned = _try(call, self._whole(grads), kind, surroundings, exact=bool(exact))
-            kind.note(call.form(), outcome)
+            kind.note(form, outcome)
         else:
             returned = self._whole(grads)
         return returned if self.is_trial else self._hand_over(returned)
@@ -178,17 +179,17 @@ def _itself(grad: Tensor, value: Tensor) -> Tensor:
 
 def _try(
     call: BackwardCall, returned: Grads, kind: LearnedKind, surroundings: Surroundings, *, exact: bool
-) -> tuple[Outcome, Grads]:
+) -> tuple[TrialOutcome, Grads]:
     """Try a call in two parts; the outcome, and the gradients that go on."""
     if changed := surroundings.change():
-        return Outcome(False, changed), returned
+        return TrialOutcome(False, changed), returned
     if changed := surroundings.change_of_state():
-        return Outcome(None if not kind.trials else False, changed), returned  # a cache may fill in the first call
+        return TrialOutcome(None if not kind.trials else False, changed), returned  # a cache may fill in the first call
     whole = tuple([None if grad is None else grad.clone() for grad in returned])
     outcome = attempt(call, whole, kind.waiting, surroundings, exact=exact, timed=kind.seconds is None)
     if not outcome.called or all(map(_is_same, returned, whole)):
         return outcome, returned
-    return Outcome(False, "returns memory that its next call writes to"), whole
+    return TrialOutcome(False, "returns memory that its next call writes to"), whole
 
 
 def _is_same(mine: Tensor | None, theirs: Tensor | None) -> bool:

@@ -45,7 +45,7 @@ class PartTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """What a trial found.
 
     Attributes:
@@ -84,7 +84,7 @@ def attempt(
     *,
     exact: bool,
     timed: bool,
-) -> Outcome:
+) -> TrialOutcome:
     """Try both ways to make a call.
 
     Args:
@@ -96,9 +96,9 @@ def attempt(
         timed: whether to measure if it gains.
     """
     if not all(type(grad) in ORDINARY and grad.layout is torch.strided for grad in whole if grad is not None):
-        return Outcome(False, "returns a gradient that is no dense tensor", called=False)
+        return TrialOutcome(False, "returns a gradient that is no dense tensor", called=False)
     if why := _not_told(whole, call.needs):
-        return Outcome(None, why, called=False)
+        return TrialOutcome(None, why, called=False)
     flags = (call.needs, *parts_of(call.needs, waiting))
     inputs, weights = flags[1:]
     expected = (whole, _choose(whole, inputs), _choose(whole, weights))
@@ -126,21 +126,21 @@ def attempt(
             equal = equal and same
             rounds.append(times)
     except SideEffectError as effect:
-        return Outcome(False, str(effect))
+        return TrialOutcome(False, str(effect))
     except Exception as error:
-        return Outcome(False, f"raises {type(error).__name__} in a trial")
+        return TrialOutcome(False, f"raises {type(error).__name__} in a trial")
     finally:
         surroundings.restore_random()
     if changed := surroundings.change() or surroundings.change_of_state():
-        return Outcome(False, changed)
+        return TrialOutcome(False, changed)
     if why:
-        return Outcome(False, why)
+        return TrialOutcome(False, why)
     apart = [tensor for tensor in call.tensors() if isinstance(tensor, torch.nn.Parameter)]
     held = storage_bytes(call.tensors(), apart)
     if not timed:
-        return Outcome(True, exact=equal, held=held)
+        return TrialOutcome(True, exact=equal, held=held)
     seconds = PartTimes(*[min(column) for column in zip(*rounds, strict=True)])
-    return Outcome(seconds.gains, "" if seconds.gains else "gains nothing", equal, seconds, held)
+    return TrialOutcome(seconds.gains, "" if seconds.gains else "gains nothing", equal, seconds, held)
 
 
 def _not_told(whole: Grads, needs: Flags) -> str:
