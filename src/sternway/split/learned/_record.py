@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from sternway._torch.functions import has_plain_call, is_users
 from sternway.split.learned._call import Flags
-from sternway.split.learned._try import TrialOutcome, PartTimes
+from sternway.split.learned._try import PartTimes, TrialOutcome
 
 MOST_FORMS = 16
 
