@@ -221,3 +221,22 @@ def test_other_functions_of_torch_are_not_tried() -> None:
 
     compare(model, x, call=call, rounds=3)
     assert not [each for each in split.kinds() if each.verdict != "whole"]
+
+
+def test_a_function_that_each_forward_makes_anew_is_not_tried_for_ever() -> None:
+    runs = []
+
+    def call(model: nn.Module, x: Tensor) -> Tensor:
+        class Anew(Product):
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor, runs: list[int] = runs) -> tuple[Tensor | None, ...]:
+                runs.append(1)
+                return Product.backward(ctx, *grads)
+
+        return Anew.apply(model.before(x), model.weight)
+
+    model, x = Around(Product), torch.randn(5, 4, requires_grad=True)
+    for _ in range(20):
+        before = len(runs)
+        compare(model, x, call=call, rounds=1)
+    assert len(runs) - before == 2  # once, and once for the reference

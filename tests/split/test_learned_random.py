@@ -169,6 +169,7 @@ def test_random_functions(
 ) -> None:
     torch.manual_seed(0)
     function = make(spec)
+    split.learn(function)
     model = Net(spec, function, calls, tied)
     reference = Net(spec, function, calls, tied)
     reference.load_state_dict(model.state_dict())

@@ -197,4 +197,5 @@ def _is_same(mine: Tensor | None, theirs: Tensor | None) -> bool:
 
 
 def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return started and torch.cuda.is_current_stream_capturing()

@@ -8,7 +8,7 @@ from torch.autograd import Function
 
 from sternway._torch import require
 from sternway.errors import SplitError
-from sternway.split.learned._record import CHOSEN, LOCK, RECORDS
+from sternway.split.learned._record import CHOSEN, LOCK, NAMESAKES, RECORDS
 
 
 def learn(*functions: type[Function], exact: bool = True) -> None:
@@ -71,5 +71,6 @@ def _choose(functions: tuple[Any, ...], exact: bool | None) -> None:
     with LOCK:
         for function in functions:
             CHOSEN[function] = exact
+            NAMESAKES.clear()
             for known in [each for each in RECORDS if issubclass(each, function)]:
                 del RECORDS[known]

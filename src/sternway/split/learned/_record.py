@@ -7,6 +7,7 @@ in the next, up to a number; one that was found out not to do as it should stays
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from sternway.split.learned._call import Flags
 from sternway.split.learned._try import PartTimes, TrialOutcome
 
 MOST_FORMS = 16
+MOST_NAMESAKES = 16
+"""How many Functions of one name are tried, unless named: a class that each forward makes anew is tried each time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -101,6 +104,7 @@ class FunctionRecord:
 CHOSEN: WeakKeyDictionary[Any, bool | None] = WeakKeyDictionary()
 """By class, what ``learn`` and ``unlearn`` said: whether to be equal in every bit; None: not to be tried."""
 RECORDS: WeakKeyDictionary[Any, FunctionRecord] = WeakKeyDictionary()
+NAMESAKES: Counter[str] = Counter()
 LOCK = threading.Lock()
 
 
@@ -112,5 +116,9 @@ def record_of(function: type) -> FunctionRecord:
             users = is_users(function)
             base = next((base for base in function.__mro__ if base in CHOSEN), None)
             exact = CHOSEN[base] if base is function or (base is not None and users) else None
+            if exact is not None and base is not function:
+                name = f"{function.__module__}.{function.__qualname__}"
+                NAMESAKES[name] += 1
+                exact = exact if NAMESAKES[name] <= MOST_NAMESAKES else None
             record = RECORDS.setdefault(function, FunctionRecord(exact, users, has_plain_call(function)))
     return record
