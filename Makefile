@@ -10,9 +10,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ZOO := .venv-zoo
 
-# more than two cores: tests of several processes mostly wait
-JOBS ?= 3
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo atlas test quick docs opsweep upstream zoo zoo-table check lint format bench clean
 
@@ -29,6 +28,8 @@ demo: $(READY)
 
 atlas: $(READY)
 	$(BIN)/sternway atlas src --out build/atlas
+
+test check: JOBS = 3 # more than two cores: tests of several processes mostly wait
 
 test: $(READY)
 	$(PYTEST)
