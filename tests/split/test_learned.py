@@ -9,12 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from dishonest import HIDDEN, WHOLE, Calls, Differs
 from functions import (
-    HIDDEN,
-    WHOLE,
     Around,
-    Calls,
-    Differs,
     FusedLoss,
     FusedLossInPlace,
     Product,
@@ -205,6 +202,8 @@ class ChangesLater(Product):
         needs, way = ctx.needs_input_grad, ChangesLater.way
         if way == "ignores":
             return grads[0] @ weight.t(), x.t() @ grads[0]
+        if way == "raises" and needs != (True, True):
+            raise RuntimeError("called alone")
         if way == "draws" and of_x is not None:
             return of_x * torch.rand(()), of_weight
         if way == "changes" and needs[0]:
@@ -216,7 +215,7 @@ class ChangesLater(Product):
         return of_x, of_weight
 
 
-@pytest.mark.parametrize("way", ["ignores", "draws"])
+@pytest.mark.parametrize("way", ["ignores", "draws", "raises"])
 def test_a_part_that_does_not_do_as_in_the_trial_is_called_whole(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = Around(ChangesLater), torch.randn(5, 4, requires_grad=True)
     monkeypatch.setattr(ChangesLater, "way", "")
@@ -233,7 +232,7 @@ def test_a_part_that_does_not_do_as_in_the_trial_is_called_whole(way: str, monke
         their_x.grad = None
         assert "weight" in names(model, pending.ready)
     assert_same_grads(model, reference)
-    assert row("ChangesLater").why == "returned other gradients than when it was tried, or drew random numbers"
+    assert row("ChangesLater").why == "raised, drew random numbers or returned other gradients than when it was tried"
 
 
 @pytest.mark.parametrize("way", ["changes", "draws in W", "leaves out"])
@@ -296,5 +295,5 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     head = ["Function", "waits", "(I", "+", "W)", "/", "whole", "W", "/", "whole", "bits", "held", "calls"]
     assert lines[0].split() == head
     assert lines[1].split()[:6] == ["functions.Product", "1", "split", "1.00", "0.50", "equal"]
-    assert lines[2].split(maxsplit=3)[::3] == ["functions.Ignores", "does not do as needs_input_grad says"]
+    assert lines[2].split(maxsplit=3)[::3] == ["dishonest.Ignores", "does not do as needs_input_grad says"]
     assert len(split.kinds()) == 2

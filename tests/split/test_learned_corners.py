@@ -240,3 +240,31 @@ def test_a_function_that_each_forward_makes_anew_is_not_tried_for_ever() -> None
         before = len(runs)
         compare(model, x, call=call, rounds=1)
     assert len(runs) - before == 2  # once, and once for the reference
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("function", [Product, OnCtx, SavesItsOutput])
+def test_on_a_gpu(function: Any) -> None:
+    model = Around(function, 64).cuda()
+    assert_splits(model, torch.randn(32, 64, device="cuda", requires_grad=True), waits={"weight"})
+
+
+class DrawsOnTheGPU(Product):
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return Product.backward(ctx, grads[0] * torch.rand((), device=grads[0].device))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_random_numbers_of_a_gpu() -> None:
+    model, x = Around(DrawsOnTheGPU, 64).cuda(), torch.randn(32, 64, device="cuda", requires_grad=True)
+    reference, their_x = twin(model, x)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        reference(their_x).sum().backward()
+        torch.manual_seed(seed)
+        split.backward_input(model(x).sum(), None, x)[1].run()
+    assert_same_grads(model, reference, rtol=1e-4, atol=1e-4)
+    assert row("DrawsOnTheGPU").why == "draws random numbers"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 from learning import learning  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 from compare import assert_same_grads
-from sternway import split
+from sternway import saved, split
 
 HABITS = (
     "ignores inputs",
@@ -125,14 +127,24 @@ def make(spec: Spec) -> type[Function]:
 class Net(nn.Module):
     """A few calls of one Function in a row, some with weights in common."""
 
-    def __init__(self, spec: Spec, function: type[Function], calls: int, tied: bool) -> None:
+    def __init__(self, spec: Spec, function: type[Function], calls: int, tied: bool, around: str) -> None:
         super().__init__()
+        self.around = around
         self.spec, self.function, self.calls, self.shared = spec, function, calls, Shared()
         count = 1 if tied else calls
         self.weights = nn.ParameterList(torch.randn(4, 4) / 2 for kind in spec.order * count if kind == "w")
         self.biases = nn.ParameterList(torch.randn(4) for kind in spec.order * count if kind == "b")
+        self.seen: list[Tensor] = []
+        if around == "hook":
+            self.weights[0].register_hook(self.seen.append)
 
     def forward(self, x: Tensor, mode: int) -> Tensor:
+        if self.around == "checkpoint":
+            return checkpoint(self.calls_in_a_row, x, mode, use_reentrant=False)
+        with saved.compress("bf16", min_bytes=0) if self.around == "policy" else nullcontext():
+            return self.calls_in_a_row(x, mode)
+
+    def calls_in_a_row(self, x: Tensor, mode: int) -> Tensor:
         weights, biases = list(self.weights) * self.calls, list(self.biases) * self.calls
         for _ in range(self.calls):
             args = []
@@ -162,16 +174,16 @@ SPECS = st.builds(
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    st.sampled_from(["nothing", "checkpoint", "hook", "policy"]),
     st.lists(st.tuples(st.integers(0, 2), st.sampled_from([3, 4])), min_size=3, max_size=5),
 )
 def test_random_functions(
-    spec: Spec, calls: int, tied: bool, first_stage: bool, exact: bool, rounds: list[tuple[int, int]]
+    spec: Spec, calls: int, tied: bool, first_stage: bool, exact: bool, around: str, rounds: list[tuple[int, int]]
 ) -> None:
     torch.manual_seed(0)
     function = make(spec)
     split.learn(function)
-    model = Net(spec, function, calls, tied)
-    reference = Net(spec, function, calls, tied)
+    model, reference = (Net(spec, function, calls, tied, around) for _ in range(2))
     reference.load_state_dict(model.state_dict())
     for seed, (mode, rows) in enumerate(rounds):
         x = torch.randn(rows, 4, requires_grad=not first_stage)
@@ -186,6 +198,8 @@ def test_random_functions(
             torch.testing.assert_close(grad[0], theirs, rtol=0, atol=0)
         tolerance = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-4}
         assert_same_grads(model, reference, **tolerance)
+        for ours, other in zip(model.seen, reference.seen, strict=True):
+            torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-4)
         assert model.shared.count == reference.shared.count
         assert model.shared.items == reference.shared.items
         assert model.shared.total.equal(reference.shared.total)

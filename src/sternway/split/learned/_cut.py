@@ -6,7 +6,7 @@ is kept for W. Otherwise the backward is called whole, and may be tried.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ def _has_matrix(part: Part) -> bool:
     return len(_slot(part).shape) > 1
 
 
+@final
 class FunctionCut(Cut):
     """A node of a custom Function some of whose weights may wait.
 
@@ -138,7 +139,10 @@ class FunctionCut(Cut):
         """Call the inputs' part, and keep the weights' part; None if it did not do as in the trial."""
         inputs, weights = parts_of(call.needs, kind.waiting)
         randomness = RandomState(call.device)
-        returned = call.run(inputs)
+        try:
+            returned = call.run(inputs)
+        except Exception:  # if the whole raises too, that is the error to show
+            returned = ()
         if call.was_changed():
             raise SplitError(
                 "a backward that is called in two parts must not change tensors in place",
@@ -147,7 +151,7 @@ class FunctionCut(Cut):
             )
         if randomness.was_used() or not returns_only(returned, inputs):
             randomness.restore()
-            kind.stay_whole("returned other gradients than when it was tried, or drew random numbers")
+            kind.stay_whole("raised, drew random numbers or returned other gradients than when it was tried")
             return None
         kind.calls += 1
         deferred = DeferredCall(call, weights)
