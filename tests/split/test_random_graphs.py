@@ -29,7 +29,7 @@ EXAMPLES = int(os.environ.get("STERNWAY_EXAMPLES", "150"))  # thousands, to hunt
 
 
 @dataclass(slots=True)
-class TrialOutcome:
+class Outcome:
     """All that is compared."""
 
     log: Log
@@ -42,7 +42,7 @@ class TrialOutcome:
     canaries: list[weakref.ref[Canary]]
 
 
-def execute(program: Program, plain: bool) -> TrialOutcome | Exception | None:
+def execute(program: Program, plain: bool) -> Outcome | Exception | None:
     """What a program does; the exception if its backward raises; None if its forward does."""
     torch.manual_seed(program.seed)
     world = World(program, plain)
@@ -99,7 +99,7 @@ def execute(program: Program, plain: bool) -> TrialOutcome | Exception | None:
     shared = {(i, j) for i, a in enumerate(storages) for j, b in enumerate(storages[:i]) if a is not None and a == b}
     shared |= {(i, -1) for i, a in enumerate(storages) if a is not None and a in theirs}
     assert all(p.grad is None or not p.grad.requires_grad for p in params)
-    return TrialOutcome(
+    return Outcome(
         world.log,
         [p.grad for p in params],
         [p.grad is grad for p, grad in zip(world.params, before, strict=True) if any(p is each for each in params)],
@@ -136,7 +136,7 @@ def close(mine: Any, theirs: Any, loose: bool) -> bool:
     return torch.allclose(mine, theirs, rtol=0, atol=scale * (1e-3 if loose else 1e-9), equal_nan=True)
 
 
-def assert_same(mine: TrialOutcome, theirs: TrialOutcome, loose: bool) -> None:
+def assert_same(mine: Outcome, theirs: Outcome, loose: bool) -> None:
     for what in ("grads", "of_inputs", "retained"):
         pairs = zip(getattr(mine, what), getattr(theirs, what), strict=True)
         for index, (ours, plain) in enumerate(pairs):
@@ -212,7 +212,7 @@ def assert_split_equals_plain(program: Program) -> None:
             return
         raise AssertionError("a plain backward raises, and a split does not") from theirs
     mine = execute(program, plain=False)
-    assert isinstance(mine, TrialOutcome)
+    assert isinstance(mine, Outcome)
     loose = any(
         (step.op == "act" and list(ACTS)[step.c % len(ACTS)] == "cast")
         or (step.op == "weight" and list(WEIGHTS)[step.c % len(WEIGHTS)] == "cast")
