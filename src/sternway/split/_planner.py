@@ -65,8 +65,9 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge], exact: bool = False) -> 
     planner.settle()
     triggers = planner.triggers()
     cuts, reached = [cut for cut in planner.cuts if cut.parts], planner.reached
-    functions = [cut for cut in cuts if isinstance(cut, FunctionCut)]
-    if functions:
+    functions: list[FunctionCut] = []
+    if planner.function_kinds:
+        functions = [cut for cut in cuts if isinstance(cut, FunctionCut)]
         cuts = [cut for cut in cuts if not isinstance(cut, FunctionCut)]
     places = [edge for edge in inputs if edge in reached]
     branches, trials = list(planner.branches.values()), planner.trials
