@@ -44,6 +44,7 @@ SURFACE = {
         "simulate",
     ],
     "sternway.split": [
+        "Captured",
         "CompiledGraph",
         "CompiledGraphs",
         "CompiledNode",
@@ -56,6 +57,7 @@ SURFACE = {
         "Preview",
         "Product",
         "backward_input",
+        "capture",
         "inspect",
         "install",
         "kinds",

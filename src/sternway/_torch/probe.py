@@ -29,6 +29,7 @@ Feature = Literal[
     "split.parallel",
     "split.compiled",
     "split.learned",
+    "split.capture",
     "split.install",
     "graph",
     "pipeline",
@@ -53,6 +54,7 @@ _AREAS = (
     "parallel",
     "modes",
     "memory",
+    "cuda_graphs",
 )
 
 

@@ -15,7 +15,13 @@ from sternway._bytes import parse_bytes
 from sternway._torch import require
 from sternway.errors import PipelineError
 from sternway.pipeline.build._agree import agreed_plan, describe, make_stages, make_tuner
-from sternway.pipeline.build._checks import check_arguments, check_plain, check_weights, checked_skips
+from sternway.pipeline.build._checks import (
+    check_arguments,
+    check_cuda_graphs,
+    check_plain,
+    check_weights,
+    checked_skips,
+)
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest
@@ -83,6 +89,8 @@ class Pipeline:
         weights: for a whole model with its parameters on the meta device: a function that returns tensors by name. It
             is called once, with the names that this process's stages have. No process has the whole model in memory.
         device: where to put these; the CPU by default.
+        cuda_graphs: run the stages as CUDA graphs, so that a GPU does not wait for Python; see ``docs/captured.md``. A
+            stage that cannot be captured runs as it is, with a warning that says why.
         tune: whether "auto" may change its schedule between steps. The order of sums, and so the last bits of
             gradients, change with it. Copies of a pipeline (``mesh``) keep the first one.
 
@@ -122,6 +130,7 @@ class Pipeline:
         weights: Weights | None = None,
         device: torch.device | str | None = None,
         tune: bool = True,
+        cuda_graphs: bool = False,
     ) -> None:
         require("pipeline")
         check_arguments(
@@ -133,6 +142,7 @@ class Pipeline:
         place = None if weights is None else device_of(device or "cpu")
         self.transport = transport or default_transport(mesh, dynamic, heartbeat_timeout)
         self.transport.place(devices_of(stages) if place is None else [place])
+        check_cuda_graphs(cuda_graphs, self.transport.device, saved)
         ranks = ranks or self.transport.ranks or (schedule.ranks if isinstance(schedule, Schedule) else 0)
         if not ranks:
             raise PipelineError("a pipeline in one process needs the number of ranks", got="none", fix="pass ranks=")
@@ -143,7 +153,7 @@ class Pipeline:
         )  # fmt: skip
         self._plan = agreed_plan(request, self.transport)
         first, self.profile = self._plan.schedule, self._plan.profile
-        self.stages = make_stages(self._plan, loss_fn, saved, scaler)
+        self.stages = make_stages(self._plan, loss_fn, saved, scaler, cuda_graphs)
         ranks_here = self.transport.mine or tuple(range(ranks))
         routes = Routes(first.num_stages, checked_skips(skips, first.num_stages))
         self.transport.connect(first, routes)

@@ -16,6 +16,7 @@ from sternway.split._pending import Pending
 from sternway.split._preview import DeferredNode, Preview, preview
 from sternway.split._rules import rule
 from sternway.split._stage import stage_backward, stage_backward_input, stage_backward_weight
+from sternway.split.captured._capture import Captured, capture
 from sternway.split.compiled._inspect import inspect
 from sternway.split.compiled._report import CompiledGraph, CompiledGraphs, CompiledNode
 from sternway.split.eager import _known  # noqa: F401 - fills the table of rules
@@ -24,6 +25,7 @@ from sternway.split.learned._table import FunctionKind, FunctionKinds, kinds
 from sternway.split.learned._try import PartTimes
 
 __all__ = [
+    "Captured",
     "CompiledGraph",
     "CompiledGraphs",
     "CompiledNode",
@@ -36,6 +38,7 @@ __all__ = [
     "Preview",
     "Product",
     "backward_input",
+    "capture",
     "inspect",
     "install",
     "kinds",

@@ -19,8 +19,8 @@ that data goes into, by a product or a lookup, is an activation.
 
 What leads to no input, though an input is there, is W's work whole: ``_branches.py`` finds it after the walk.
 
-A compiled graph is one *opaque* node, which knows itself which of the leaves behind it can wait. The plan lists it, and
-keeps those leaves off the spine.
+A compiled graph is one *opaque* node, which knows itself which of the leaves behind it can wait; so is a captured
+module. The plan lists it, and keeps those leaves off the spine.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ from sternway.split._unseen import UNSEEN
 from sternway.split._unsupported import UNSUPPORTED, refuse_spent
 from sternway.split.learned._cut import FunctionCut, function_cut
 from sternway.split.learned._record import record_of
+
+_OPAQUE = (COMPILED_NODE, "CapturedCallBackward")  # the latter: captured/_call.py
 
 
 def make_plan(roots: Iterable[Edge], inputs: set[Edge], exact: bool = False) -> SplitPlan:
@@ -211,7 +213,7 @@ class _Planner:
     def look_up(self, kind: type, node: Node) -> Operands | None:
         """The rules for a kind of node, if any; raises SplitError for one that cannot be split."""
         name = kind.__name__
-        if name == COMPILED_NODE:
+        if name in _OPAQUE:
             self.opaque_kinds.add(kind)
         if name in UNSUPPORTED:
             UNSUPPORTED[name](node)
