@@ -84,6 +84,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "schedule/test_search_exact.py::test_search_finds_the_optimum_and_the_bound_is_not_above_it": ("slow",),
     "split/test_compiled.py::test_dynamic_shapes": ("slow",),
     "split/test_compiled_models.py": ("slow",),
+    "split/test_learned_random.py": ("slow",),
     "split/test_property.py::test_random_networks": ("slow",),
     "state/test_state_docs.py::test_the_example": ("slow",),
     "state/test_state_memory.py::test_a_graph_that_is_dropped_takes_its_hooks_and_values_with_it": ("slow",),

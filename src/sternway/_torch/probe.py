@@ -28,6 +28,7 @@ Feature = Literal[
     "split.checkpoint",  # apart, and the next too: their probes import Dynamo and FSDP, which takes seconds
     "split.parallel",
     "split.compiled",
+    "split.learned",
     "split.capture",
     "split.install",
     "graph",
@@ -44,6 +45,8 @@ _AREAS = (
     "failures",
     "nodes",
     "operands",
+    "products",
+    "functions",
     "saved_hooks",
     "compile",
     "tracing",

@@ -20,6 +20,9 @@ from sternway.split.captured._capture import Captured, capture
 from sternway.split.compiled._inspect import inspect
 from sternway.split.compiled._report import CompiledGraph, CompiledGraphs, CompiledNode
 from sternway.split.eager import _known  # noqa: F401 - fills the table of rules
+from sternway.split.learned._learn import learn, unlearn
+from sternway.split.learned._table import FunctionKind, FunctionKinds, kinds
+from sternway.split.learned._try import PartTimes
 
 __all__ = [
     "Captured",
@@ -27,7 +30,10 @@ __all__ = [
     "CompiledGraphs",
     "CompiledNode",
     "DeferredNode",
+    "FunctionKind",
+    "FunctionKinds",
     "Later",
+    "PartTimes",
     "Pending",
     "Preview",
     "Product",
@@ -35,10 +41,13 @@ __all__ = [
     "capture",
     "inspect",
     "install",
+    "kinds",
+    "learn",
     "preview",
     "rule",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
     "uninstall",
+    "unlearn",
 ]

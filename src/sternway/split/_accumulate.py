@@ -124,7 +124,7 @@ class Accumulator:
         elif value.dtype == total.dtype and value.layout == torch.strided and id(total) not in self._sums:
             self._sums[id(total)] = (total, value)
         else:  # one call must not write to the same tensor twice
-            total.add_(value)
+            total.add_(value.to(total.dtype) if self.exact else value)  # autograd rounds before it adds
 
     def postpone(self, step: Callable[[], object]) -> None:
         """Call ``step`` in ``flush()``; it may add more."""
