@@ -1,10 +1,11 @@
 """The split beside the fused backward and torch's own split, in one run.
 
-    python benchmarks/split/main.py [--device cpu|cuda] [--json] [--rounds N] [--only WORD]
+    python benchmarks/split/main.py [--device cpu|cuda] [--json] [--rounds N] [--only WORD] [--table backward|graphs]
 
 Each round times the ways one after the other on a fresh forward; a ratio is the median of the rounds' own
 ratios, so that a slow moment of the machine touches both sides of it. Gradients accumulate, as they do over the
-microbatches of a step. The cycle collector is off while the clock runs.
+microbatches of a step. The cycle collector is off while the clock runs. On a GPU there is a second table, of CUDA
+graphs: ``graphs.py``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from flops import flops
+from graphs import GRAPHS_HEADER, GraphRow, graphs_line, measure_graphs
 from models import convnet, gpt, llama
 
 from sternway import split
@@ -168,19 +170,30 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    parser.add_argument("--table", choices=["backward", "graphs"], help="one of the two tables")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     machine = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{platform.machine()} CPU, one thread"
-    rows = []
-    if not arguments.json:
-        print(f"torch {torch.__version__}, {machine}, {arguments.rounds} rounds\n\n{HEADER}", flush=True)
-    for case in cases(arguments.device):
-        if arguments.only in case.name:
+    chosen = [case for case in cases(arguments.device) if arguments.only in case.name]
+    rows: list[Row] = []
+    graphs: list[GraphRow] = []
+    say = (lambda text: None) if arguments.json else (lambda text: print(text, flush=True))
+    say(f"torch {torch.__version__}, {machine}, {arguments.rounds} rounds")
+    if arguments.table != "graphs":
+        say(f"\n{HEADER}")
+        for case in chosen:
             rows.append(measure(case, arguments.device, arguments.rounds))
-            if not arguments.json:
-                print(line(rows[-1]), flush=True)
+            say(line(rows[-1]))
+    if arguments.table != "backward" and arguments.device == "cuda":
+        say(f"\n{GRAPHS_HEADER}")
+        for case in [case for case in chosen if not case.checkpointed]:
+            shape = (4, 512, case.shape[2]) if len(case.shape) == 3 else case.shape
+            model, x = case.make().cuda().bfloat16(), torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+            graphs.append(measure_graphs(case.name, model, x, arguments.rounds, compiled="GPT" in case.name))
+            say(graphs_line(graphs[-1]))
     if arguments.json:
-        print(json.dumps({"torch": torch.__version__, "machine": machine, "rows": [asdict(row) for row in rows]}))
+        found = {"rows": [asdict(row) for row in rows], "graphs": [asdict(row) for row in graphs]}
+        print(json.dumps({"torch": torch.__version__, "machine": machine, **found}))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -99,3 +99,43 @@ def _mapping_like(tree: Mapping[Any, Any], values: list[Any]) -> Mapping[Any, An
     for key, value in new.items():
         twin[key] = value
     return twin
+
+
+class TensorIndex:
+    """Stands in a tree for the n-th tensor. Not a dataclass: those are containers here."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorIndex) and other.index == self.index
+
+    def __hash__(self) -> int:
+        return hash(self.index)
+
+    def __repr__(self) -> str:
+        return f"TensorIndex({self.index})"
+
+
+CONSTANT = (type(None), bool, int, float, str, TensorIndex)
+"""Types of values that are known by comparing them."""
+
+
+def take_tensors(tree: Any) -> tuple[Any, list[Tensor]]:
+    """A tree with a ``TensorIndex`` in place of each tensor, and the tensors."""
+    tensors: list[Tensor] = []
+
+    def replace(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        tensors.append(leaf)
+        return TensorIndex(len(tensors) - 1)
+
+    return replace_leaves(replace, tree), tensors
+
+
+def put_tensors(tree: Any, tensors: Sequence[Any]) -> Any:
+    """The inverse of ``take_tensors``, with these tensors."""
+    return replace_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, TensorIndex) else leaf, tree)

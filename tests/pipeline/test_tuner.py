@@ -15,8 +15,11 @@ from torch.nn import functional as F
 from gloo import on_ranks
 from sternway import schedule
 from sternway.errors import PipelineError
-from sternway.pipeline import Pipeline, Profile, profile
+from sternway.pipeline import DistTransport, Pipeline, Profile, profile
 from sternway.pipeline.build import _options
+from sternway.pipeline.build._partition import lay_out
+from sternway.pipeline.build._rehearse import Rehearsal
+from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.step._tuner import Tuner
 from sternway.schedule import Costs, Schedule, Timeline
 
@@ -266,3 +269,20 @@ def copies(rank: int) -> None:
 
 def test_copies_take_the_plan_of_the_first() -> None:
     on_ranks(4, copies)
+
+
+def rehearse_two_cuts(rank: int) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), torch.randn(2, 4)
+    transport = DistTransport()
+    transport.place([torch.device("cpu")])
+    layout, rehearsal = lay_out(model, x, wanted=2), Rehearsal(transport, x, None, None)
+    plan = schedule.make("1f1b", ranks=2, microbatches=2)
+    for start in (1, 3):
+        part = ModelPart(layout.cut(model, [0, start]), rank)
+        assert rehearsal.span({rank: part}, plan, Costs(), LIMIT) > 0
+    transport.close()
+
+
+def test_ways_to_cut_with_equal_numbers_of_stages_are_tried_one_after_the_other() -> None:
+    on_ranks(2, rehearse_two_cuts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -48,12 +48,19 @@ def current_graph_task() -> int:
 
 def will_execute(node: Any) -> bool:
     """Whether a gradient will arrive at a node in the backward that runs."""
+    return arrival_at(node) != "none"
+
+
+def arrival_at(node: Any) -> Literal["none", "runs", "asked"]:
+    """What the backward that runs does with a node's gradient: nothing, run the node, or return it: ``autograd.grad``.
+
+    The engine refuses to answer for a leaf whose gradient ``autograd.grad`` was asked for.
+    """
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return "runs" if torch._C._will_engine_execute_node(node) else "none"
     except RuntimeError as error:
-        # The engine refuses to answer for a leaf whose gradient autograd.grad was asked for: one will arrive.
         if "autograd.grad" in str(error):
-            return True
+            return "asked"
         raise
 
 
@@ -92,7 +99,7 @@ def _accumulate_grad() -> bool:
 @probe(
     "torch._C._current_graph_task_id, torch._C._will_engine_execute_node",
     expected="tell which backward runs and where it will come to",
-    features=("hooks", "state"),
+    features=("hooks", "state", "split.capture"),
     hooks=1,
 )
 def _graph_task() -> bool:
@@ -102,9 +109,10 @@ def _graph_task() -> bool:
     nodes = [below, below.next_functions[0][0], beside.grad_fn]
     seen: list[Any] = []
     top = middle * beside
-    top.register_hook(lambda grad: seen.extend([current_graph_task(), *map(will_execute, nodes)]))
+    top.register_hook(lambda grad: seen.extend([current_graph_task(), *map(will_execute, nodes), arrival_at(nodes[1])]))
     torch.autograd.grad(top.sum(), [x])
-    return current_graph_task() == -1 and seen[0] >= 0 and seen[1:] == [True, True, False]
+    answers = [True, True, False, "asked"]
+    return current_graph_task() == -1 and seen[0] >= 0 and seen[1:] == answers
 
 
 @probe(

@@ -81,38 +81,6 @@ class Embedding:
     """As ``aten.embedding_backward`` takes them, after the tensors; ``padding_idx`` is to be made ``signed``."""
 
 
-class GroupedMm:
-    """One matrix product for each group of rows: the experts of a mixture, ``torch.nn.functional.grouped_mm``."""
-
-    name = "GroupedMmBackward0"
-    left: Field = attrgetter("_saved_self")
-    right: Field = attrgetter("_saved_mat2")
-    ends: Field = attrgetter("_saved_offs")
-    """Where each group ends; None where the sides are stacks."""
-    left_strides: Field = attrgetter("_saved_self_sym_strides")
-    right_strides: Field = attrgetter("_saved_mat2_sym_strides")
-
-
-def grouped_mm(left: Tensor, right: Tensor, ends: Tensor | None) -> Tensor:
-    """One matrix product for each group."""
-    return torch._grouped_mm(left, right, ends)
-
-
-class Trilinear:
-    """A sum over products of three tensors: ``nn.Bilinear``, with its weight in the middle."""
-
-    name = "TrilinearBackward0"
-    first: Field = attrgetter("_saved_i1")
-    third: Field = attrgetter("_saved_i3")
-    settings: Field = attrgetter("_saved_expand1", "_saved_sumdim", "_saved_expand3", "_saved_expand2")
-    """As ``trilinear`` takes them for the gradient of the tensor in the middle, with the output's in its place."""
-
-
-def trilinear(first: Tensor, second: Tensor, third: Tensor, *settings: Any) -> Tensor:
-    """The sum over products of three tensors."""
-    return torch._trilinear(first, second, third, *settings)
-
-
 class EmbeddingBag:
     """Sums, means or maxima of rows of a table."""
 
@@ -221,49 +189,6 @@ def _embedding() -> bool:
         and signed(Embedding.settings(unpadded)[1]) == -1
         and torch.equal(ours, node(grad))
     )
-
-
-@probe(
-    "GroupedMmBackward0: _saved_self, _saved_mat2, _saved_offs, _saved_mat2_sym_strides; torch._grouped_mm",
-    expected="are the sides of one product for each group, which computes their gradients too",
-    features=("split",),
-)
-def _grouped() -> bool:
-    left = torch.ones(8, 16, dtype=torch.bfloat16, requires_grad=True)
-    ends = torch.tensor([3, 8], dtype=torch.int32)
-    right = torch.ones(2, 16, 8, dtype=torch.bfloat16, requires_grad=True)
-    try:
-        output = grouped_mm(left, right, ends)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return True  # a torch that has it on GPUs alone, or not at all
-    node: Any = output.grad_fn
-    grad = torch.ones(8, 8, dtype=torch.bfloat16)
-    sides = [GroupedMm.left(node), GroupedMm.right(node)]
-    strides = [tuple(GroupedMm.left_strides(node)), tuple(GroupedMm.right_strides(node))]
-    return (
-        type(node).__name__ == GroupedMm.name
-        and _leaves(node) == sides == [left, right]
-        and torch.equal(GroupedMm.ends(node), ends)
-        and strides == [(16, 1), (128, 8, 1)]
-        and torch.equal(grouped_mm(left.detach().mT, grad, ends), node(grad)[1])
-    )
-
-
-@probe(
-    "TrilinearBackward0: _saved_i1, _saved_i3, _saved_expand1, …; torch._trilinear",
-    expected="are the tensors beside the one in the middle, whose gradient is such a sum too",
-    features=("split",),
-)
-def _trilinear() -> bool:
-    layer = torch.nn.utils.skip_init(torch.nn.Bilinear, 3, 4, 2, bias=False)
-    torch.nn.init.ones_(layer.weight)
-    first, third = _matrix(5, 3), _matrix(5, 4)
-    node: Any = functional.bilinear(first, third, layer.weight).grad_fn
-    while type(node).__name__ != Trilinear.name:  # a view comes after it
-        node = node.next_functions[0][0]
-    grad = torch.ones(5, 2)
-    ours = trilinear(Trilinear.first(node), grad, Trilinear.third(node), *Trilinear.settings(node))
-    return node.next_functions[1][0].variable is layer.weight and torch.equal(ours, node(grad)[1])
 
 
 @probe(

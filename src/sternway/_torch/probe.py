@@ -28,6 +28,8 @@ Feature = Literal[
     "split.checkpoint",  # apart, and the next too: their probes import Dynamo and FSDP, which takes seconds
     "split.parallel",
     "split.compiled",
+    "split.learned",
+    "split.capture",
     "split.install",
     "graph",
     "pipeline",
@@ -44,6 +46,8 @@ _AREAS = (
     "failures",
     "nodes",
     "operands",
+    "products",
+    "functions",
     "saved_hooks",
     "compile",
     "tracing",
@@ -52,6 +56,7 @@ _AREAS = (
     "modes",
     "memory",
     "sharded",
+    "cuda_graphs",
 )
 
 

@@ -84,6 +84,11 @@ def add_each(totals: list[Tensor], values: list[Tensor]) -> None:
     torch._foreach_add_(totals, values)
 
 
+def zero_each(tensors: list[Tensor]) -> None:
+    """``tensor.zero_()`` for each, in few kernels."""
+    torch._foreach_zero_(tensors)
+
+
 def scale_each(tensors: list[Tensor], factor: Tensor) -> None:
     """``tensor *= factor`` for each, in few kernels."""
     torch._foreach_mul_(tensors, factor)
@@ -121,7 +126,7 @@ def _views() -> bool:
 @probe(
     "UntypedStorage._cdata, torch._C._storage_Use_Count",
     expected="tell storages apart and count who holds one",
-    features=("saved", "graph", "pipeline"),
+    features=("saved", "graph", "pipeline", "split.capture"),
 )
 def _storages() -> bool:
     tensor = torch.ones(2)
@@ -156,7 +161,7 @@ def _autocast() -> bool:
 
 
 @probe(
-    "torch._foreach_add_, torch._foreach_mul_",
+    "torch._foreach_add_, torch._foreach_mul_, torch._foreach_zero_",
     expected="change each tensor of a list in place",
     features=("split", "pipeline"),
 )
@@ -164,7 +169,9 @@ def _foreach() -> bool:
     totals = [torch.ones(1), torch.ones(2)]
     add_each(totals, [torch.ones(1), torch.ones(2)])
     scale_each(totals, torch.tensor(3.0))
-    return [total.tolist() for total in totals] == [[6.0], [6.0, 6.0]]
+    found = [total.tolist() for total in totals]
+    zero_each(totals)
+    return found == [[6.0], [6.0, 6.0]] and [total.tolist() for total in totals] == [[0.0], [0.0, 0.0]]
 
 
 @probe("torch._conj, torch._neg_view", expected="are views, with the bit set", features=("saved",))

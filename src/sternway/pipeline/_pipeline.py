@@ -17,7 +17,13 @@ from sternway._torch import require
 from sternway._torch.sharded import local_part
 from sternway.errors import PipelineError
 from sternway.pipeline.build._agree import agreed_plan, describe, make_stages, make_tuner
-from sternway.pipeline.build._checks import check_arguments, check_plain, check_weights, checked_skips
+from sternway.pipeline.build._checks import (
+    check_arguments,
+    check_cuda_graphs,
+    check_plain,
+    check_weights,
+    checked_skips,
+)
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._sharding import ShardFn, shard_stages, whole_state, with_upkeep
 from sternway.pipeline.build._weights import Weights
@@ -95,6 +101,8 @@ class Pipeline:
         weights: for a whole model with its parameters on the meta device: a function that returns tensors by name. It
             is called once, with the names that this process's stages have. No process has the whole model in memory.
         device: where to put these; the CPU by default.
+        cuda_graphs: run the stages as CUDA graphs, so that a GPU does not wait for Python; see ``docs/captured.md``. A
+            stage that cannot be captured runs as it is, with a warning that says why.
         tune: whether "auto" may change its schedule between steps. The order of sums, and so the last bits of
             gradients, change with it. Copies of a pipeline (``mesh``) keep the first one.
 
@@ -138,6 +146,7 @@ class Pipeline:
         weights: Weights | None = None,
         device: torch.device | str | None = None,
         tune: bool = True,
+        cuda_graphs: bool = False,
     ) -> None:
         require("pipeline")
         check_arguments(
@@ -151,6 +160,7 @@ class Pipeline:
         grid = None if mesh is None else PipelineMesh(mesh, pp_dim, data_dims)
         self.transport = transport or default_transport(grid, dynamic, heartbeat_timeout)
         self.transport.place(devices_of(stages) if place is None else [place])
+        check_cuda_graphs(cuda_graphs, self.transport.device, saved)
         ranks = ranks or self.transport.ranks or (schedule.ranks if isinstance(schedule, Schedule) else 0)
         if not ranks:
             raise PipelineError("a pipeline in one process needs the number of ranks", got="none", fix="pass ranks=")
@@ -164,8 +174,8 @@ class Pipeline:
         if self._plan.cut is not None and self.transport.mine:
             self._plan.cut.release(set(self._plan.modules))
         shard_stages(self._plan, shard, grid, self.transport)
-        self.stages = make_stages(self._plan, loss_fn, saved, scaler)
-        first = with_upkeep(self._plan.schedule, self.stages, grid, gathered, self.transport)
+        self.stages = make_stages(self._plan, loss_fn, saved, scaler, cuda_graphs)
+        first = with_upkeep(self._plan.schedule, self.stages, grid, gathered, self.transport, cuda_graphs)
         self.profile = self._plan.profile
         ranks_here = self.transport.mine or tuple(range(ranks))
         routes = Routes(first.num_stages, checked_skips(skips, first.num_stages))

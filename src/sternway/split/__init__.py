@@ -16,26 +16,38 @@ from sternway.split._pending import Pending
 from sternway.split._preview import DeferredNode, Preview, preview
 from sternway.split._rules import rule
 from sternway.split._stage import stage_backward, stage_backward_input, stage_backward_weight
+from sternway.split.captured._capture import Captured, capture
 from sternway.split.compiled._inspect import inspect
 from sternway.split.compiled._report import CompiledGraph, CompiledGraphs, CompiledNode
 from sternway.split.eager import _known  # noqa: F401 - fills the table of rules
+from sternway.split.learned._learn import learn, unlearn
+from sternway.split.learned._table import FunctionKind, FunctionKinds, kinds
+from sternway.split.learned._try import PartTimes
 
 __all__ = [
+    "Captured",
     "CompiledGraph",
     "CompiledGraphs",
     "CompiledNode",
     "DeferredNode",
+    "FunctionKind",
+    "FunctionKinds",
     "Later",
+    "PartTimes",
     "Pending",
     "Preview",
     "Product",
     "backward_input",
+    "capture",
     "inspect",
     "install",
+    "kinds",
+    "learn",
     "preview",
     "rule",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
     "uninstall",
+    "unlearn",
 ]

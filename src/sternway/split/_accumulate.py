@@ -49,11 +49,12 @@ class Accumulator:
     Args:
         leaves: every leaf of this W.
         exact: add in autograd's order: a gradient is computed, then added, each rounded on its own.
+        tell_nodes: whether hooks of C++ on AccumulateGrad nodes run.
     """
 
-    def __init__(self, leaves: Iterable[Node], exact: bool = False) -> None:
+    def __init__(self, leaves: Iterable[Node], exact: bool = False, tell_nodes: bool = True) -> None:
         self._leaves = leaves
-        self.exact = exact
+        self.exact, self._tell_nodes = exact, tell_nodes
         self._anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         self._steps: list[Callable[[], object]] = []  # run from the last to the first
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # by id of .grad: what is added to it, all in one call
@@ -123,7 +124,7 @@ class Accumulator:
         elif value.dtype == total.dtype and value.layout == torch.strided and id(total) not in self._sums:
             self._sums[id(total)] = (total, value)
         else:  # one call must not write to the same tensor twice
-            total.add_(value)
+            total.add_(value.to(total.dtype) if self.exact else value)  # autograd rounds before it adds
 
     def postpone(self, step: Callable[[], object]) -> None:
         """Call ``step`` in ``flush()``; it may add more."""
@@ -182,7 +183,7 @@ class Accumulator:
                     part.compute_if_made_from(storages)
         while calls:
             self._run(calls.popleft())
-        if self._written and in_process_group():
+        if self._written and self._tell_nodes and in_process_group():
             _run_node_hooks(list({id(parameter): parameter for parameter in self._written}.values()))
 
     def _run(self, call: EngineCall) -> None:

@@ -20,6 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from sternway._torch import autograd
 from sternway._torch.failures import failure_of
+from sternway._torch.functions import calling_instead
 from sternway._torch.saved_hooks import recomputation, sharing
 from sternway._torch.tensors import ORDINARY
 from sternway._tree import children, leaves, replace_leaves
@@ -93,7 +94,14 @@ def backward_input(
     offers = [Offer(each.node, each.positions) for each in plan.opaque]
     group = recomputation() if plan.recomputes else None
     with _used_once(), sharing(group) if group else nullcontext():
-        with catching(plan.cuts), making(offers), without_hooks(asked) as ran, stopping(plan.inner) as stopped:
+        calls = {cut.node: cut.call for cut in (*plan.functions, *plan.trials)}
+        with (
+            catching(plan.cuts),
+            calling_instead(calls) if calls else nullcontext(),
+            making(offers),
+            without_hooks(asked) as ran,
+            stopping(plan.inner) as stopped,
+        ):
             found = torch.autograd.grad(tensors, edges, grads, allow_unused=True) if edges else ()
         of_nodes = found[len(places) :]
         for cut, grad in zip(bottom, of_nodes[len(plan.ready) :], strict=False):
@@ -105,10 +113,14 @@ def backward_input(
     ready += [part for offer in offers for part in offer.ready]
     at_branches = list(zip(plan.branches, of_nodes[len(nodes) :], strict=False))
     missed = [part for part, grad in at_branches if grad is None]
-    missed += [part for cut in plan.cuts if not cut.grads or cut.grads[0][0] is None for part in cut.parts]
+    cuts = [*plan.cuts, *plan.functions] if plan.functions else plan.cuts
+    missed += [part for function in plan.functions for part in function.undefined]
+    computed = {part for function in plan.functions for part in function.computed}
+    missed += [part for cut in cuts if not cut.grads or cut.grads[0][0] is None for part in cut.parts]
     undefined = [leaf for leaf, grad in of_leaves if grad is None] + [leaf for part in missed for leaf in part.leaves()]
-    cuts = in_order(plan.cuts) if exact else plan.cuts
-    direct, through_graph = deferred_work(cuts, ready, [pair for pair in at_branches if pair[1] is not None])
+    direct, through_graph = deferred_work(
+        in_order(cuts) if exact else cuts, ready, [pair for pair in at_branches if pair[1] is not None], computed
+    )
     work: list[Deferred] = [direct, *(offer.work for offer in offers if offer.work is not None), through_graph]
     pending = Pending(work, ran, undefined, exact, group)
     refuse_resharded(pending.deferred)

@@ -100,6 +100,13 @@ class Pending:
         Raises:
             PendingError: on a second call, or if a tensor that is needed was changed in place since I.
         """
+        self.compute()
+
+    def compute(self, tell_nodes: bool = True) -> None:
+        """``run()``; without ``tell_nodes``, hooks of C++ on AccumulateGrad nodes do not run, which a capture must not.
+
+        Those are DDP's. Whoever replays W runs them.
+        """
         if self._state != "waiting":
             raise PendingError(
                 "a Pending cannot run twice: what it held is freed",
@@ -109,7 +116,7 @@ class Pending:
         self._state = "failed half-way"
         for each in self._work:
             each.check()
-        self._accumulator = accumulator = Accumulator({**self._late, **self._early}, self._exact)
+        self._accumulator = accumulator = Accumulator({**self._late, **self._early}, self._exact, tell_nodes)
         with torch.no_grad(), hiding(self._ran), sharing(self._group) if self._group else nullcontext():
             while self._work:
                 self._work.pop().run(accumulator)

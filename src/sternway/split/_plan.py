@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sternway._torch.nodes import ACCUMULATE_GRAD
 from sternway.split._part import Cut, Edge, Node, Part
+from sternway.split.learned._cut import FunctionCut
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class SplitPlan:
 
     Attributes:
         cuts: nodes at which I keeps what W needs.
+        functions: custom Functions whose backward is called in two parts.
+        trials: custom Functions that are computed whole, and may be tried as they run.
         ready: leaves whose whole gradient I computes.
         inputs: inputs that gradient reaches without passing another one.
         opaque: compiled graphs.
@@ -43,6 +46,8 @@ class SplitPlan:
     branches: list[Part]
     recomputes: bool
     triggers: list[Node]
+    functions: list[FunctionCut]
+    trials: list[FunctionCut]
 
     @property
     def inner(self) -> list[Edge]:

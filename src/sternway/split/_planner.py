@@ -19,8 +19,8 @@ that data goes into, by a product or a lookup, is an activation.
 
 What leads to no input, though an input is there, is W's work whole: ``_branches.py`` finds it after the walk.
 
-A compiled graph is one *opaque* node, which knows itself which of the leaves behind it can wait. The plan lists it, and
-keeps those leaves off the spine.
+A compiled graph is one *opaque* node, which knows itself which of the leaves behind it can wait; so is a captured
+module. The plan lists it, and keeps those leaves off the spine.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from torch.autograd.function import BackwardCFunction
 from sternway._torch import require
 from sternway._torch.autograd import gradient_slots
 from sternway._torch.compile import COMPILED_NODE
+from sternway._torch.functions import function_of
 from sternway._torch.nodes import ACCUMULATE_GRAD
 from sternway._torch.parallel import in_process_group
 from sternway._torch.saved_hooks import can_share_recomputation
@@ -42,6 +43,10 @@ from sternway.split._plan import OpaqueNode, SplitPlan
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._unseen import UNSEEN
 from sternway.split._unsupported import UNSUPPORTED, refuse_spent
+from sternway.split.learned._cut import FunctionCut, function_cut
+from sternway.split.learned._record import record_of
+
+_OPAQUE = (COMPILED_NODE, "CapturedCallBackward")  # the latter: captured/_call.py
 
 
 def make_plan(roots: Iterable[Edge], inputs: set[Edge], exact: bool = False) -> SplitPlan:
@@ -53,7 +58,7 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge], exact: bool = False) -> 
     if in_process_group():
         require("split.parallel")
     UNSEEN.look()
-    planner = _Planner(inputs)
+    planner = _Planner(inputs, exact)
     starts = list(roots)
     planner.reached.update(inputs.intersection(starts))
     planner.walk([node for node, index in starts if (node, index) not in inputs])
@@ -62,14 +67,20 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge], exact: bool = False) -> 
     planner.settle()
     triggers = planner.triggers()
     cuts, reached = [cut for cut in planner.cuts if cut.parts], planner.reached
+    functions: list[FunctionCut] = []
+    if planner.function_kinds:
+        functions = [cut for cut in cuts if isinstance(cut, FunctionCut)]
+        cuts = [cut for cut in cuts if not isinstance(cut, FunctionCut)]
     places = [edge for edge in inputs if edge in reached]
-    branches = list(planner.branches.values())
-    return SplitPlan(cuts, planner.ready, places, planner.opaque, branches, planner.recomputes, triggers)
+    branches, trials = list(planner.branches.values()), planner.trials
+    opaque, recomputes = planner.opaque, planner.recomputes
+    return SplitPlan(cuts, planner.ready, places, opaque, branches, recomputes, triggers, functions, trials)
 
 
 class _Planner:
-    def __init__(self, inputs: set[Edge]) -> None:
+    def __init__(self, inputs: set[Edge], exact: bool) -> None:
         self.inputs = inputs
+        self.exact = exact
         self.input_nodes = {node for node, _ in inputs}
         self.stops = set(inputs)  # and where branches begin
         self.stop_nodes = set(self.input_nodes)
@@ -85,6 +96,8 @@ class _Planner:
         self.recomputes = False
         self.opaque: list[OpaqueNode] = []
         self.opaque_kinds: set[type] = set()
+        self.function_kinds: set[type] = set()
+        self.trials: list[FunctionCut] = []
 
     def set_aside(self, roots: Sequence[Edge]) -> None:
         """Take the branches that lead to no input off the spine."""
@@ -177,6 +190,8 @@ class _Planner:
                 edges = self.cut(node, edges, operands)
             elif kind in self.opaque_kinds:
                 edges = self.past_leaves(node, edges)
+            elif kind in self.function_kinds:
+                edges = self.cut_function(node, edges)
             spine[node] = edges
             is_end = True
             for edge in edges:
@@ -198,14 +213,16 @@ class _Planner:
     def look_up(self, kind: type, node: Node) -> Operands | None:
         """The rules for a kind of node, if any; raises SplitError for one that cannot be split."""
         name = kind.__name__
-        if name == COMPILED_NODE:
+        if name in _OPAQUE:
             self.opaque_kinds.add(kind)
         if name in UNSUPPORTED:
             UNSUPPORTED[name](node)
         elif not issubclass(kind, BackwardCFunction):
             self.kinds[kind] = RULES.get(name)
-        elif len(gradient_slots(node)) != 1:
-            return None  # a rule is for nodes with one output, and each of a custom Function's may have another number
+        else:
+            self.function_kinds.add(kind)
+            if len(gradient_slots(node)) != 1:
+                return None  # a rule is for nodes with one output; each of a custom Function's may have another number
         return RULES.get(name)
 
     def past_leaves(self, node: Node, edges: Sequence[Edge]) -> list[Edge]:
@@ -239,6 +256,35 @@ class _Planner:
             refuse_spent(node)
         self.cuts.append(Cut(node, parts, packed, runs_in_i=bool(followed)))
         return followed
+
+    def cut_function(self, node: Node, edges: Sequence[Edge]) -> Sequence[Edge]:
+        """Make a custom Function's node a cut, if its backward is called in two parts; the edges that I follows."""
+        record = record_of(function_of(node))
+        if not record.is_wanted(node.needs_input_grad):
+            return edges
+        record.was_met, packed = True, packing(node)
+        if packed is Packing.FOREIGN or UNSEEN.on_node(node):
+            return edges
+        parts = self.weights_of_function(edges)
+        deferred = [part.position for part in parts]
+        followed = [edge for place, edge in enumerate(edges) if edge[0] is not None and place not in deferred]
+        cut = function_cut(record, node, parts, packed, self.exact) if followed else None
+        if cut is None or cut.is_trial:
+            self.trials += [cut] if cut is not None else []
+            return edges
+        self.cuts.append(cut)
+        return followed
+
+    def weights_of_function(self, edges: Sequence[Edge]) -> list[Part]:
+        """Which inputs of a custom Function are made of parameters; without inputs of the graph, are parameters."""
+        parts = []
+        for place, edge in enumerate(edges):
+            if edge[0] is not None:
+                leaf, transposed = direct_target(edge, self.input_nodes)
+                is_chain = self.inputs and self.behind.is_chain(edge) and not self.behind.is_recomputed(edge)
+                if leaf is not None or is_chain:
+                    parts.append(Part(edge, leaf, transposed, place))
+        return parts
 
     def chains_of(self, operands: tuple[Operand, ...], edges: Sequence[Edge]) -> list[Part]:
         """The operands that are plain chains from parameters."""

@@ -49,7 +49,9 @@ def preview(outputs: Any, inputs: Any = ()) -> Preview:
         SplitError: the backward cannot be split.
     """
     plan = make_plan(edges_of(outputs, "outputs").values(), set(edges_of(inputs, "inputs").values()))
-    waiting = [(cut.node, cut.parts) for cut in plan.cuts] + [(part.edge[0], [part]) for part in plan.branches]
+    waiting = [(cut.node, cut.parts) for cut in (*plan.cuts, *plan.functions)] + [
+        (part.edge[0], [part]) for part in plan.branches
+    ]
     deferred = tuple(
         DeferredNode(node, tuple(dict.fromkeys(leaf for part in parts for leaf in part.leaves())))
         for node, parts in waiting

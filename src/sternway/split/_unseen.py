@@ -31,6 +31,7 @@ class UnseenHooks(threading.local):
     def __init__(self) -> None:
         self._counted = 0  # of hooks_registered, when we last looked; our own since then included
         self.horizon = self._newest = -1
+        self.since = object()  # another one whenever hooks of others were found
         self.clean: set[int] = set()  # ids of parameters without hooks on their AccumulateGrad node
 
     def look(self) -> None:
@@ -39,6 +40,7 @@ class UnseenHooks(threading.local):
         if counted != self._counted:
             self._counted = counted
             self.horizon = self._newest
+            self.since = object()
             self.clean.clear()
 
     def count_own(self, hooks: int) -> None:

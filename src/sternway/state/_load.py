@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sternway._torch.autograd import current_graph_task
+from sternway._torch.cuda_graphs import is_being_captured
 from sternway.errors import StateError
 
 Hook = Callable[[Any], Any]
@@ -191,6 +192,12 @@ class Running:
     def __enter__(self) -> None:
         if self.mark.wire.closed:
             raise _gone("a state that was closed")
+        if is_being_captured():
+            raise StateError(
+                "hooks of a state run in Python, which a CUDA graph does not",
+                got="on_grad or on_module in a module that split.capture, or cuda_graphs=True, captures",
+                fix="leave that module out of the capture",
+            )
         self.before = getattr(_RUNNING, "loads", {})
         _RUNNING.loads = {**self.before, self.mark.wire.number: self.mark.load}
         self.mark.load.phase = "backward"

@@ -48,6 +48,7 @@ def make_stages(
     loss_fn: LossFn | None,
     saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None,
     scaler: GradScaler | None,
+    cuda_graphs: bool = False,
 ) -> dict[int, Stage]:
     """The stages of a plan that are here."""
     last = plan.schedule.num_stages - 1
@@ -59,6 +60,7 @@ def make_stages(
             loss_fn=loss_fn if index == last else None,
             saved=saved if saved is None or isinstance(saved, AbstractContextManager) else saved(index),
             scale=None if scaler is None else scaler.scale,
+            cuda_graphs=cuda_graphs,
         )
         for index, module in sorted(plan.modules.items())
     }

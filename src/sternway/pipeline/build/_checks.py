@@ -79,6 +79,23 @@ def check_weights(stages: Any, weights: Any, device: Any) -> None:
         )
 
 
+def check_cuda_graphs(cuda_graphs: Any, device: torch.device, saved: Any) -> None:
+    """Raise if CUDA graphs are asked for and cannot be."""
+    PipelineError.unless(type(cuda_graphs) is bool, "cuda_graphs must be True or False", cuda_graphs, "pass one")
+    if cuda_graphs and device.type != "cuda":
+        raise PipelineError(
+            "cuda_graphs=True needs stages on a CUDA device",
+            got=f"stages on {device}",
+            fix="move them to a GPU, or leave cuda_graphs out",
+        )
+    if cuda_graphs and saved is not None:
+        raise PipelineError(
+            "cuda_graphs=True cannot have saved=: a graph keeps what it saves in its own memory",
+            got=f"saved={type(saved).__name__}",
+            fix="leave one of them out",
+        )
+
+
 def check_plain(stages: Any, mesh: Any) -> None:
     """Raise if what a stage has is sharded in a way that a pipeline does not know: gradients would be wrong."""
     for module in [stages] if isinstance(stages, nn.Module) else stages.values():

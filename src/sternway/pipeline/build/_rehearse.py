@@ -49,6 +49,7 @@ class Rehearsal:
         self._loss_fn = loss_fn if shared is not None and loss_fn is not None else total_loss
         self._offsets = clock_offsets(transport, transport.ranks or 1)
         self._clock = StreamClock(device) if device.type == "cuda" else None
+        self._count = 0  # of ways to cut that were run
 
     def span(
         self,
@@ -67,6 +68,7 @@ class Rehearsal:
             memory_limit: of the plan that follows from what is measured.
             room: its bytes, if they are limited.
         """
+        self._count += 1
         with self._unchanged(parts):
             first = self._run(parts, schedule)
             measured = measured_costs(first, costs)
@@ -82,7 +84,7 @@ class Rehearsal:
         }
         routes = Routes(schedule.num_stages, {})
         self._transport.connect(schedule, routes)
-        facts = StepFacts(training=True, shapes=checksum(f"rehearsal of {schedule.num_stages} stages"))
+        facts = StepFacts(training=True, shapes=checksum(f"way {self._count} to cut"))  # messages look otherwise
         runs = [self._step(stages, schedule, routes, facts) for _ in range(_STEPS)]
         return min(runs[1:], key=lambda timeline: timeline.span)
 

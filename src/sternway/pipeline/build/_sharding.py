@@ -90,6 +90,7 @@ def with_upkeep(
     mesh: PipelineMesh | None,
     gathered: int | None,
     transport: Transport,
+    cuda_graphs: bool,
 ) -> Schedule:
     """The schedule with what the sharded stages of all ranks need, after a look at the dimensions of the mesh."""
     if mesh is None:
@@ -101,6 +102,12 @@ def with_upkeep(
     rows = transport.crew().share((here, used))
     mesh.check_used({name for _, names in rows for name in names})
     sharded = {index for indices, _ in rows for index in indices}
+    if sharded and cuda_graphs:
+        raise PipelineError(
+            "cuda_graphs=True cannot have sharded stages: their parameters are in other memory in every step",
+            got=f"the stages {sorted(sharded)}, sharded by fully_shard",
+            fix="leave cuda_graphs out, or pass plain stages",
+        )
     planned = {step.stage for steps in plan.actions for step in steps if isinstance(step, Upkeep)}
     if not planned:
         return schedules.sharded(plan, stages=sharded, gathered=gathered) if sharded else plan

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from sternway._torch.modes import shell, without_subclasses
-from sternway._tree import leaves, replace_leaves
+from sternway._tree import TensorIndex, leaves, replace_leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._names import LOOKS, function_name, user_line
-from sternway.pipeline.transport._payload import TensorIndex
 
 
 class Like(NamedTuple):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway._torch.modes import own_buffers
+from sternway._tree import TensorIndex
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import like
 from sternway.pipeline.forward._flow import Call, Crossing, Flow
@@ -18,7 +19,7 @@ from sternway.pipeline.forward._own_loss import LABELS, filled, find_rule, loss_
 from sternway.pipeline.forward._record import names_of_kept, record, untouched
 from sternway.pipeline.forward._shield import Shield
 from sternway.pipeline.forward._stage_run import Message, StageRun, StageTask, Trail
-from sternway.pipeline.transport._payload import TensorIndex, pack
+from sternway.pipeline.transport._payload import pack
 
 SHARES = "sternway_shares"
 """The keyword argument of the first stage with a microbatch's shares of the labels; see ``_own_loss.py``."""
@@ -128,6 +129,8 @@ class ModelPart(nn.Module):
     last one returns what the model does.
     """
 
+    set_by_forward = ("dead", "begun", "weight")  # who replays the forward sees to these
+
     def __init__(self, cut: CutModel, stage: int) -> None:
         super().__init__()
         self._fill(cut, stage)
@@ -169,6 +172,12 @@ class ModelPart(nn.Module):
     def model(self) -> nn.Module:
         """The whole model."""
         return self._cut[0].model
+
+    def expects_gradients(self, args: tuple[Any, ...]) -> bool | None:
+        """Whether a gradient comes back for each value that is sent, if it is called so; None if that is unknown."""
+        cut = self._cut[0]
+        crossing = cut.crossing if self._stage == 0 else args[2].crossing
+        return None if crossing is None else self._stage == cut.last or not crossing.dead[self._stage]
 
     def train(self, mode: bool = True) -> ModelPart:
         """Set the mode of the whole model, whose code between the pieces runs in every stage."""

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from sternway._torch.tensors import storage_id, version_of
-from sternway._tree import leaves, replace_leaves
+from sternway._tree import CONSTANT, TensorIndex, leaves, replace_leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import Absent, Like, Noted, not_here, note, tensors_in
 from sternway.pipeline.forward._flow import Call, Crossing
 from sternway.pipeline.forward._follow import PIECE, Follower, Key, intercepted
 from sternway.pipeline.forward._names import function_name, user_line
-from sternway.pipeline.transport._payload import CONSTANT, TensorIndex
 
 
 class Left(BaseException):

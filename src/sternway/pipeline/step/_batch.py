@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sternway._tree import leaves
+from sternway._tree import CONSTANT, leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import LABELS, shares
 from sternway.pipeline.forward._part import ModelPart
@@ -22,7 +22,7 @@ from sternway.pipeline.step._microbatch import (
 )
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.transport._facts import checksum
-from sternway.pipeline.transport._payload import CONSTANT, pack
+from sternway.pipeline.transport._payload import pack
 from sternway.schedule import Schedule
 
 

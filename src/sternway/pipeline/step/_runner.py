@@ -99,6 +99,7 @@ class StepRunner:
         self._trial: Trial | None = None
         self._clips = False  # whether the last norm was too large
         self.steps, self.skipped = 0, 0
+        self._plan_graphs()
 
     def step(self, batch: Batch, options: StepOptions) -> StepResult:
         """Run one batch, forward and backward, or forward alone."""
@@ -133,6 +134,12 @@ class StepRunner:
             with self._guard.other_ranks():
                 self._transport.connect(schedule, self._routes)
             self.schedule = schedule
+            self._plan_graphs()
+
+    def _plan_graphs(self) -> None:
+        for stage in self._stages.values():
+            if stage.captured is not None:
+                stage.captured.plan_for(self.schedule)
 
     def continue_from(self, step: int) -> None:
         """Count on from this step, after a checkpoint was loaded."""

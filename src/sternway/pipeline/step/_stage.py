@@ -21,6 +21,7 @@ from sternway._tree import leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import loss_of, no_shares
 from sternway.pipeline.forward._part import SHARES, ModelPart
+from sternway.pipeline.step._captured import CapturedStage
 from sternway.pipeline.step._loss import LossFn, WeighedLoss, not_half
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._shards import StageShards
@@ -66,6 +67,7 @@ class Stage:
         loss_fn: LossFn | None,
         saved: AbstractContextManager[Any] | None = None,
         scale: Callable[[Tensor], Tensor] | None = None,
+        cuda_graphs: bool = False,
     ) -> None:
         self._scale = scale
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
@@ -73,6 +75,8 @@ class Stage:
         self.shards = StageShards.of(module, is_first=index == 0, is_last=is_last)
         if isinstance(module, ModelPart):
             module.uses_own_loss = is_last and loss_fn is None
+        self.captured = CapturedStage(index, module) if cuda_graphs else None
+        self._call: Callable[..., Any] = self.captured or module
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self._graphs: dict[int, _Graph] = {}
@@ -105,7 +109,7 @@ class Stage:
             if microbatch.shares is not None:
                 keywords[SHARES] = microbatch.shares
         try:
-            result = self.module(*arguments, **keywords, **trees)
+            result = self._call(*arguments, **keywords, **trees)
         except RuntimeError as error:
             if inputs and failure_of(error) == "leaf":
                 raise _changed_in_place(self.index) from error
@@ -180,7 +184,11 @@ class Stage:
         self._keep_grads()
 
     def backward(self, number: int, grads: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-        """B: I and W in one call of the autograd engine, which costs less than two."""
+        """B: I and W in one call of the autograd engine, which costs less than two; of graphs, both are replayed."""
+        if self.captured is not None:
+            found = self.backward_input(number, grads)
+            self.backward_weight(number)
+            return found
         self._wait()
         graph = self._graphs.pop(number)
         outputs, output_grads = self._roots(graph, grads)

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from sternway._tree import leaves, replace_leaves
+from sternway._tree import CONSTANT, TensorIndex, leaves, put_tensors, take_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +58,6 @@ class TensorSpec:
         return received.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
-class TensorIndex:
-    """Stands in a tree for the n-th tensor. Not a dataclass, because ``_tree`` takes those for containers."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TensorIndex) and other.index == self.index
-
-    def __hash__(self) -> int:
-        return hash(self.index)
-
-    def __repr__(self) -> str:
-        return f"TensorIndex({self.index})"
-
-
-CONSTANT = (type(None), bool, int, float, str, TensorIndex)
-"""Types of values that are compared, and sent again only if they differ."""
-
-
 @dataclass(frozen=True, slots=True)
 class Spec:
     """A payload without the tensors' contents."""
@@ -107,21 +85,13 @@ Payload = tuple[Spec, list[Tensor]]
 
 def pack(tree: Any) -> Payload:
     """Take the tensors out of a tree."""
-    tensors: list[Tensor] = []
-
-    def replace(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        tensors.append(leaf)
-        return TensorIndex(len(tensors) - 1)
-
-    shape = replace_leaves(replace, tree)
+    shape, tensors = take_tensors(tree)
     return Spec(shape, tuple(TensorSpec.of(t) for t in tensors)), tensors
 
 
 def unpack(spec: Spec, tensors: Sequence[Tensor]) -> Any:
     """Put tensors back into the tree they were taken from."""
-    return replace_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, TensorIndex) else leaf, spec.tree)
+    return put_tensors(spec.tree, tensors)
 
 
 def as_inputs(spec: Spec, tensors: Sequence[Tensor]) -> list[Tensor]:

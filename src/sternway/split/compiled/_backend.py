@@ -52,9 +52,10 @@ def sternway(
             )
     if mode == "reduce-overhead" or settings.get("triton.cudagraphs"):
         raise SplitError(
-            "CUDA graphs cannot be split: they reuse one call's memory, while a split keeps several calls in flight",
+            "Inductor's CUDA graphs cannot be split: they reuse one call's memory, while a split has several in flight",
             got=f"mode={mode!r}" if mode else "triton.cudagraphs",
-            fix='pass mode="max-autotune-no-cudagraphs", or none',
+            fix='capture what is compiled without: split.capture(torch.compile(module, backend="sternway"), sample); '
+            'or pass mode="max-autotune-no-cudagraphs", or none',
         )
     parameters = {index: value for index, value in enumerate(inputs) if isinstance(value, Parameter)}
     if inner == "inductor":

@@ -16,13 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
+from sternway.split._deferred import Deferred
 from sternway.split._part import Node
 from sternway.split._unseen import UNSEEN
 from sternway.split.compiled._work import CompiledWork
 
 
 class Offer:
-    """One compiled node of a backward that is being split.
+    """One compiled or captured node of a backward that is being split.
 
     Args:
         node: the node.
@@ -35,7 +36,7 @@ class Offer:
         self.node = node
         self.positions = positions
         self.open = True
-        self.work: CompiledWork | None = None
+        self.work: Deferred | None = None
         self.ready: list[tuple[Node, Tensor]] = []  # leaves whose gradient is computed
         self._numbers: dict[int, int] = {}
 
@@ -43,8 +44,8 @@ class Offer:
         """A hook that runs just before the node."""
         _here.offer = self
 
-    def accept(self, work: CompiledWork, numbers: dict[int, int]) -> None:
-        """Leave W here; called by the compiled backward.
+    def accept(self, work: Deferred, numbers: dict[int, int]) -> None:
+        """Leave W here; called by the compiled or captured backward.
 
         Args:
             work: what W will compute.
@@ -55,7 +56,8 @@ class Offer:
     def after(self, grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> tuple[Tensor | None, ...]:
         """A hook that runs just after the node: keep what goes to the leaves, so that the engine does not."""
         _here.offer = None
-        edges, numbers, work = self.node.next_functions, self._numbers, self.work
+        edges, numbers = self.node.next_functions, self._numbers
+        work = self.work if isinstance(self.work, CompiledWork) else None  # others return no marks
         left = list(grad_inputs)
         for position in self.positions:
             grad = left[position]

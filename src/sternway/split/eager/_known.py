@@ -16,13 +16,10 @@ from sternway._torch.operands import (
     Convolution,
     Embedding,
     EmbeddingBag,
-    GroupedMm,
     Mm,
-    Trilinear,
     embedding_bag_backward,
-    grouped_mm,
-    trilinear,
 )
+from sternway._torch.products import Addbmm, Addmv, GroupedMm, Mv, Trilinear, grouped_mm, trilinear
 from sternway.split._later import Later, Product
 from sternway.split._rules import rule
 
@@ -83,6 +80,58 @@ def _addmm_bias(node: Any) -> Later | None:
 @rule(Baddbmm.name, 0, role="bias")
 def _baddbmm_bias(node: Any) -> Later | None:
     beta = Baddbmm.beta(node)
+    return None if beta == 1 else _scaled(beta)
+
+
+# y = beta * bias + alpha * matrix @ vector.
+
+
+@rule(Mv.name, 0)
+def _mv_matrix(node: Any) -> Later:
+    return Later(lambda grad, vector: torch.outer(grad, vector.conj()), Mv.vector(node))
+
+
+@rule(Mv.name, 1, role="left")
+def _mv_vector(node: Any) -> Later:
+    return Later(lambda grad, matrix: matrix.mH.mv(grad), Mv.matrix(node))
+
+
+@rule(Addmv.name, 1)
+def _addmv_matrix(node: Any) -> Later:
+    alpha = Addmv.alpha(node).conjugate()
+    return Later(lambda grad, vector: torch.outer(grad, vector.conj()) * alpha, Addmv.vector(node))
+
+
+@rule(Addmv.name, 2, role="left")
+def _addmv_vector(node: Any) -> Later:
+    alpha = Addmv.alpha(node).conjugate()
+    return Later(lambda grad, matrix: matrix.mH.mv(grad) * alpha, Addmv.matrix(node))
+
+
+@rule(Addmv.name, 0, role="bias")
+def _addmv_bias(node: Any) -> Later | None:
+    beta = Addmv.beta(node)
+    return None if beta == 1 else _scaled(beta)
+
+
+# y = beta * bias + alpha * the sum of left[i] @ right[i].
+
+
+@rule(Addbmm.name, 2)
+def _addbmm_right(node: Any) -> Later:
+    alpha = Addbmm.alpha(node).conjugate()
+    return Later(lambda grad, left: left.mH @ grad * alpha, Addbmm.left(node))
+
+
+@rule(Addbmm.name, 1, role="left")
+def _addbmm_left(node: Any) -> Later:
+    alpha = Addbmm.alpha(node).conjugate()
+    return Later(lambda grad, right: grad @ right.mH * alpha, Addbmm.right(node))
+
+
+@rule(Addbmm.name, 0, role="bias")
+def _addbmm_bias(node: Any) -> Later | None:
+    beta = Addbmm.beta(node)
     return None if beta == 1 else _scaled(beta)
 
 

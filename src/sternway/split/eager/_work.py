@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from functools import partial, reduce
 from itertools import chain
 from typing import final
@@ -91,9 +91,15 @@ class GraphWork(_Parts):
 
 
 def deferred_work(
-    cuts: Iterable[Cut], ready: Sequence[tuple[Node, Tensor]], branches: Iterable[tuple[Part, Tensor]] = ()
+    cuts: Iterable[Cut],
+    ready: Sequence[tuple[Node, Tensor]],
+    branches: Iterable[tuple[Part, Tensor]] = (),
+    computed: Container[Part] = (),
 ) -> tuple[DirectWork, GraphWork]:
-    """What W has to do after I: for the cuts, for leaves whose gradient is computed, and for branches."""
+    """What W has to do after I: for the cuts, for leaves whose gradient is computed, and for branches.
+
+    The gradients of the parts in ``computed`` are computed too, though they come from cuts.
+    """
     direct: dict[Node, list[Part]] = {}
     calls: list[EngineCall] = []
     for cut in cuts:
@@ -112,13 +118,16 @@ def deferred_work(
     for part, grad in branches:
         part.grad, part.version = grad, version_of(grad)
         calls = _join(part, calls)
-    late = list(direct)
+    late, early = list(direct), [leaf for leaf, _ in ready]
+    if computed:
+        early += [leaf for leaf, parts in direct.items() if all(part in computed for part in parts)]
+        late = [leaf for leaf in late if leaf not in early]
     for leaf, grad in ready:
         direct.setdefault(leaf, []).append(Part.of_leaf(leaf, grad))
     for call in calls:
         for leaf in call.leaves:
             call.parts += direct.pop(leaf, ())
-    return DirectWork(direct, late, [leaf for leaf, _ in ready]), GraphWork(calls)
+    return DirectWork(direct, late, early), GraphWork(calls)
 
 
 def in_order(cuts: Iterable[Cut]) -> list[Cut]:

@@ -1,0 +1,1 @@
+"""F, I and W of a module as CUDA graphs."""
