@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from sternway.errors import PipelineError
@@ -76,19 +76,46 @@ def check_weights(stages: Any, weights: Any, device: Any) -> None:
         )
 
 
-def check_plain(stages: Any) -> None:
-    """Raise if another kind of parallelism has sharded what a stage has: gradients and checkpoints would be wrong."""
+def check_plain(stages: Any, mesh: Any = None) -> None:
+    """Raise if a stage is sharded in a way that a pipeline cannot run: its gradients and checkpoints would be wrong.
+
+    DTensor parameters are fine on dimensions of ``mesh`` other than the pipeline's own.
+    """
     for module in [stages] if isinstance(stages, nn.Module) else stages.values():
         if not isinstance(module, nn.Module):
             continue
-        sharded = [name for name, parameter in module.named_parameters() if isinstance(parameter, DTensor)]
-        sharded += [name for name, each in module.named_modules() if isinstance(each, FullyShardedDataParallel)]
+        by_fsdp = FullyShardedDataParallel | FSDPModule
+        sharded = [name for name, each in module.named_modules() if isinstance(each, by_fsdp)]
         if sharded:
             raise PipelineError(
-                "a pipeline cannot have sharded stages",
-                got=f"{sharded[0] or type(module).__name__}, sharded by FSDP or parallelize_module",
+                "a pipeline cannot have stages that FSDP has sharded",
+                got=f"{sharded[0] or type(module).__name__}",
                 fix="pass plain modules; mesh= gives copies of the pipeline (docs/sharded.md)",
             )
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, DTensor):
+                _check_mesh_of(name, parameter, mesh)
+
+
+def _check_mesh_of(name: str, parameter: DTensor, mesh: Any) -> None:
+    """Raise unless a parameter's mesh is a part of the pipeline's that has no two of its ranks."""
+    ranks = set(parameter.device_mesh.mesh.flatten().tolist())
+    if mesh is None:
+        raise PipelineError(
+            "a pipeline of sharded stages needs the mesh of all their ranks",
+            got=f"{name}, a DTensor on the ranks {sorted(ranks)}, and no mesh=",
+            fix='pass mesh=, a DeviceMesh with a dimension "pp" and those of the parameters',
+        )
+    if "pp" not in (mesh.mesh_dim_names or ()):
+        return  # refused when the transport is made
+    everyone = set(mesh.mesh.flatten().tolist())
+    along = set(torch.distributed.get_process_group_ranks(mesh.get_group("pp")))
+    if not ranks <= everyone or len(ranks & along) > 1:
+        raise PipelineError(
+            "the parameters of a stage must be sharded over ranks that hold the same stage",
+            got=f"{name}, a DTensor on the ranks {sorted(ranks)}; the pipeline has the ranks {sorted(along)}",
+            fix='shard over other dimensions of mesh= than "pp", as with parallelize_module(stage, mesh["tp"], …)',
+        )
 
 
 def check_placement(plan: BuildPlan, request: BuildRequest, transport: Transport) -> None:

@@ -6,14 +6,16 @@ values that are no tensors, and each tensor's shape and dtype, and whether a gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sternway._tree import leaves, replace_leaves
+from sternway.pipeline.transport._shards import ShardLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,25 @@ class TensorIndex:
         return f"TensorIndex({self.index})"
 
 
+class ShardIndex(TensorIndex):
+    """Stands in a tree for a DTensor: the n-th tensor is this rank's shard of it."""
+
+    __slots__ = ("layout",)
+
+    def __init__(self, index: int, layout: ShardLayout) -> None:
+        super().__init__(index)
+        self.layout = layout
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShardIndex) and (other.index, other.layout) == (self.index, self.layout)
+
+    def __hash__(self) -> int:
+        return hash(self.index)
+
+    def __repr__(self) -> str:
+        return f"ShardIndex({self.index}, {self.layout})"
+
+
 CONSTANT = (type(None), bool, int, float, str, TensorIndex)
 """Types of values that are compared, and sent again only if they differ."""
 
@@ -105,13 +126,16 @@ class Spec:
 Payload = tuple[Spec, list[Tensor]]
 
 
-def pack(tree: Any) -> Payload:
-    """Take the tensors out of a tree."""
+def pack(tree: Any, *, shards: bool = False) -> Payload:
+    """Take the tensors out of a tree; with ``shards``, of DTensors this rank's shard, which is differentiable."""
     tensors: list[Tensor] = []
 
     def replace(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
+        if shards and isinstance(leaf, DTensor):
+            tensors.append(leaf.to_local())
+            return ShardIndex(len(tensors) - 1, ShardLayout.of(leaf))
         tensors.append(leaf)
         return TensorIndex(len(tensors) - 1)
 
@@ -119,9 +143,16 @@ def pack(tree: Any) -> Payload:
     return Spec(shape, tuple(TensorSpec.of(t) for t in tensors)), tensors
 
 
-def unpack(spec: Spec, tensors: Sequence[Tensor]) -> Any:
-    """Put tensors back into the tree they were taken from."""
-    return replace_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, TensorIndex) else leaf, spec.tree)
+def unpack(spec: Spec, tensors: Sequence[Tensor], parameters: Callable[[], Iterable[Tensor]] = tuple) -> Any:
+    """Put tensors back into the tree they were taken from. Shards become DTensors on the mesh of some parameter."""
+
+    def replace(leaf: Any) -> Any:
+        if not isinstance(leaf, TensorIndex):
+            return leaf
+        tensor = tensors[leaf.index]
+        return leaf.layout.join(tensor, parameters()) if isinstance(leaf, ShardIndex) else tensor
+
+    return replace_leaves(replace, spec.tree)
 
 
 def as_inputs(spec: Spec, tensors: Sequence[Tensor]) -> list[Tensor]:
