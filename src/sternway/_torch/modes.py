@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,6 +28,15 @@ def shell(
 def own_buffers(module: nn.Module) -> list[Tensor]:
     """The buffers of a module, without those of the modules in it; it costs little."""
     return [buffer for buffer in module._buffers.values() if buffer is not None]
+
+
+WHOLE_CALL = "_compiled_call_impl"
+"""What a module calls in place of its forward and hooks, if it has such an attribute."""
+
+
+def whole_call(module: nn.Module) -> Callable[..., Any]:
+    """A module's forward together with its hooks."""
+    return module._compiled_call_impl or module._call_impl  # type: ignore[no-any-return]  # torch leaves it untyped
 
 
 def is_innermost(mode: TorchFunctionMode) -> bool:
@@ -62,6 +72,22 @@ def _buffers() -> bool:
     norm.register_buffer("none", None)
     norm.register_buffer("own", torch.ones(1))
     return [id(buffer) for buffer in own_buffers(norm)] == [id(norm.own)]
+
+
+@probe(
+    "Module._compiled_call_impl, Module._call_impl",
+    expected="are called in place of a module's forward and hooks, and call them",
+    features=("pipeline",),
+)
+def _whole_calls() -> bool:
+    module = nn.Identity()
+    module.register_forward_hook(lambda module, inputs, output: output + 1)
+    inner = whole_call(module)
+    vars(module)[WHOLE_CALL] = lambda x: 10 * inner(x)
+    try:
+        return int(module(torch.ones(()))) == 20 and inner == module._call_impl
+    finally:
+        del vars(module)[WHOLE_CALL]
 
 
 @probe("torch.overrides._get_current_function_mode", expected="is the innermost mode", features=("pipeline",))
