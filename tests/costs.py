@@ -43,6 +43,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_own_loss.py::test_two_processes": ("dist",),
     "pipeline/test_random.py::test_on_two_gloo_ranks": ("dist",),
     "pipeline/test_nonfinite.py::test_three_processes_agree": ("dist",),
+    "pipeline/test_sharded.py": ("dist", "slow"),
     "pipeline/test_soak.py": ("dist", "slow"),
     "pipeline/test_two_machines.py": ("dist", "slow"),
     "pipeline/test_tuner.py::test_a_loss_that_fails_on_one_rank_fails_on_all": ("dist",),

@@ -29,7 +29,10 @@ SURFACE = {
         "Row",
         "Schedule",
         "StageCosts",
+        "Step",
         "Timeline",
+        "Upkeep",
+        "UpkeepOp",
         "candidates",
         "check",
         "compare",
@@ -41,6 +44,7 @@ SURFACE = {
         "measured_costs",
         "names",
         "search",
+        "sharded",
         "simulate",
     ],
     "sternway.split": [

@@ -36,7 +36,7 @@ def _pipe(schedule: str, tp: int = 1, pp: int = 2) -> tuple[Pipeline, torch.opti
     mesh = None
     model: nn.Module = language_model(LAYERS)
     if tp > 1:
-        mesh = init_device_mesh("cpu", (1, pp, tp), mesh_dim_names=("dp", "pp", "tp"))
+        mesh = init_device_mesh("cpu", (pp, tp), mesh_dim_names=("pp", "tp"))
         model = put_on(model, mesh["tp"], sequence=True)
     pipe = Pipeline(model, schedule=schedule, n_microbatches=4, loss_fn=token_loss, mesh=mesh)
     return pipe, torch.optim.AdamW(pipe.parameters(), 1e-2, eps=1e-3)

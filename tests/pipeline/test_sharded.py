@@ -1,38 +1,301 @@
-"""Stages that FSDP or tensor parallelism has sharded are refused when the pipeline is built."""
+"""Stages that ``fully_shard`` has sharded: gradients equal one process's, gathered no more often than planned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
-import torch.distributed as dist
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from sternway import pipeline
-from sternway.errors import PipelineError
+from gloo import on_ranks
+from sharded_cases import (
+    DIM,
+    MICROBATCHES,
+    assert_same,
+    batch,
+    build,
+    counting,
+    every_block,
+    every_schedule,
+    make_mesh,
+    optimizers,
+    policies,
+    stages,
+    step,
+    whole,
+)
+from sternway import pipeline, schedule
+from sternway.demo import GPT
+from sternway.errors import NonfiniteError, PipelineError
+from sternway.pipeline import Pipeline
+from sternway.split.compiled._backend import sternway
 
 
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+def test_every_schedule_has_the_gradients_of_one_process() -> None:
+    on_ranks(4, every_schedule, "cpu")
 
 
-@pytest.mark.parametrize("how", ["fully_shard", "parallelize_module"])
-@pytest.mark.parametrize("whole", [True, False])
-def test_is_refused(mesh: DeviceMesh, how: str, whole: bool) -> None:
-    layers = [nn.Linear(4, 4) for _ in range(2)]
-    if how == "fully_shard":
-        fully_shard(layers[1], mesh=mesh)
-    else:
-        parallelize_module(layers[1], mesh, ColwiseParallel())
-    stages = nn.Sequential(*layers) if whole else dict(enumerate(layers))
-    with pytest.raises(PipelineError, match=r"cannot have sharded stages; got (1\.)?weight, sharded by FSDP"):
-        pipeline.Pipeline(
-            stages, schedule="1f1b", n_microbatches=2, ranks=2, loss_fn=F.mse_loss, transport=pipeline.LocalTransport()
-        )
+def _few_gathered(rank: int) -> None:
+    """With room for one of two stages, a stage is gathered whenever its turn comes, and W after I still has it."""
+    mesh = make_mesh()
+    for name in ("zb-v", "dualpipe-v"):
+        plan = schedule.make(name, ranks=2, microbatches=MICROBATCHES)
+        pipe, reference = build(mesh, plan, every_block, gathered=1)
+        place = mesh.get_local_rank("pp")
+        planned = sum(str(each).endswith("UNSHARD") for each in pipe.schedule.actions[place])
+        assert planned > 2
+        torch.manual_seed(1)
+        for _ in range(2):
+            with counting() as counts:
+                step(pipe, reference, mesh.get_local_rank("dp_shard"), name)
+            assert counts == {"all_gather_into_tensor": 2 * planned, "reduce_scatter_tensor": 4}
+        pipe.close()
+
+
+def test_fewer_gathered_stages_than_a_rank_has() -> None:
+    on_ranks(4, _few_gathered)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self._run, x, use_reentrant=False)
+
+    def _run(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.inner(x)
+
+
+def _variants(rank: int) -> None:
+    """Checkpointed and compiled blocks."""
+    mesh = make_mesh()
+
+    def checkpointed(stage: nn.Module, over: DeviceMesh) -> None:
+        for place in range(2):
+            stage[place] = Checkpointed(stage[place])
+        every_block(stage, over)
+
+    def compiled(stage: nn.Module, over: DeviceMesh) -> None:
+        for block in stage:
+            block.compile(backend=sternway, options={"inner": "eager"})
+        every_block(stage, over)
+
+    for name, shard in [("1f1b", checkpointed), ("zb-v", checkpointed), ("zb-h1", compiled), ("zb-v", compiled)]:
+        pipe, reference = build(mesh, schedule.make(name, ranks=2, microbatches=MICROBATCHES), shard)
+        torch.manual_seed(1)
+        for _ in range(2):
+            step(pipe, reference, mesh.get_local_rank("dp_shard"), f"{name}, {shard.__name__}")
+        if shard is checkpointed:
+            calls = [m.calls for stage in pipe.stages.values() for m in stage.module.modules() if hasattr(m, "calls")]
+            assert set(calls) == {2 * 2 * MICROBATCHES}  # two steps; F, and once more in the backward
+        pipe.close()
+
+
+def test_checkpointed_and_compiled_blocks() -> None:
+    on_ranks(4, _variants)
+
+
+def test_three_optimizer_steps_and_norms_over_every_dimension() -> None:
+    on_ranks(4, optimizers, "cpu")
+
+
+class Poison(nn.Module):
+    """Makes one element of a weight's gradient infinite, which is in the shard of one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.bad = nn.Linear(DIM, DIM), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if self.bad:
+            y = y + (y[..., :1] * torch.inf).nan_to_num(0.0, 0.0, 0.0) * 0 + _Infinite.apply(y)
+        return y
+
+
+class _Infinite(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return torch.zeros_like(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        bad = torch.zeros_like(grad)
+        bad[..., 0] = torch.inf
+        return bad
+
+
+def _nonfinite(rank: int) -> None:
+    mesh = make_mesh()
+    place, copy = mesh.get_local_rank("pp"), mesh.get_local_rank("dp_shard")
+    stage = Poison() if place else nn.Linear(DIM, DIM)
+    fully_shard(stage, mesh=mesh["dp_shard"])
+    scaler = pipeline.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    pipe = Pipeline({place: stage}, schedule="zb-h1", n_microbatches=2, loss_fn=F.mse_loss, mesh=mesh, scaler=scaler)
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    torch.manual_seed(copy)
+    x, target = torch.randn(4, DIM), torch.randn(4, DIM)
+    before = {name: whole(p).clone() for name, p in pipe.named_parameters()}
+    for bad in (True, False):
+        if isinstance(stage, Poison):
+            stage.bad = bad and copy == 1  # on one process of four
+        pipe.step(x, target=target)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == (2.0 if bad else 4.0)
+        same = [torch.equal(whole(p), before[name]) for name, p in pipe.named_parameters()]
+        assert all(same) if bad else not any(same)
+    if isinstance(stage, Poison):
+        stage.bad = copy == 1
+    assert pipe.step(x, target=target, nonfinite="skip").nonfinite is not None
+    assert all(p.grad is None for p in pipe.parameters())
+    with pytest.raises(NonfiniteError, match="the gradients of step"):
+        pipe.step(x, target=target, nonfinite="raise")
+    if isinstance(stage, Poison):
+        stage.bad = False
+    assert pipe.step(x, target=target, nonfinite="raise").nonfinite is None
+    pipe.close()
+
+
+def test_an_infinity_in_one_shard_is_seen_by_all() -> None:
+    on_ranks(4, _nonfinite)
+
+
+def test_mixed_precision_and_offload_policies_are_fsdps() -> None:
+    on_ranks(4, policies, "cpu")
+
+
+def _hybrid(rank: int) -> None:
+    """Replicas of shards, averaged by FSDP, or by the pipeline along the dimension that FSDP does not have."""
+    names = ("pp", "dp_replicate", "dp_shard")
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=names)
+    plan = schedule.make("zb-h1", ranks=1, microbatches=2)
+    for dims in (("dp_replicate", "dp_shard"), ("dp_shard",)):
+        made, reference = stages(1), nn.Sequential(*stages(1))
+        every_block(made[0], mesh[dims])
+        pipe = Pipeline(dict(enumerate(made)), schedule=plan, loss_fn=F.mse_loss, mesh=mesh)
+        torch.manual_seed(1)
+        x, target = batch(16)
+        pipe.step(x.chunk(4)[rank], target=target.chunk(4)[rank])
+        F.mse_loss(reference(x), target).backward()
+        assert_same(made[0], reference[0], str(dims))
+        torch.testing.assert_close(pipe.clip_grad_norm_(1.0), nn.utils.clip_grad_norm_(reference.parameters(), 1.0))
+        pipe.close()
+
+
+def test_replicas_of_shards() -> None:
+    on_ranks(4, _hybrid)
+
+
+def _whole_model(rank: int) -> None:
+    """Cut, searched, sharded by a function, and with the head tied to the embedding."""
+    mesh = make_mesh()
+    copy = mesh.get_local_rank("dp_shard")
+    torch.manual_seed(0)
+    model, reference = (GPT(vocabulary=12, dim=DIM, heads=2, layers=4, length=6) for _ in range(2))
+    model.head.weight = model.tokens.weight
+    reference.head.weight = reference.tokens.weight
+    reference.load_state_dict(model.state_dict())
+
+    def loss(logits: Tensor, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    def shard(stage: nn.Module) -> None:
+        for name, module in stage.named_modules():
+            if name and not any(True for _ in module.named_children()) and any(True for _ in module.parameters()):
+                fully_shard(module, mesh=mesh["dp_shard"])
+
+    tokens = torch.randint(0, 12, (16, 6))
+    mine = tokens.chunk(2)[copy]
+    pipe = Pipeline(
+        model, schedule="auto", n_microbatches=4, loss_fn=loss, sample=mine[:2], sample_target=mine[:2], mesh=mesh,
+        shard=shard,
+    )  # fmt: skip
+    assert all(isinstance(p, DTensor) for p in pipe.parameters())
+    both = [torch.optim.SGD(each.parameters(), 0.1, foreach=False) for each in (pipe, reference)]
+    for _ in range(3):
+        result = pipe.step(mine, target=mine, loss_everywhere=True)
+        assert result.loss is not None
+        norm = pipe.clip_grad_norm_(0.5)
+        loss(reference(tokens), tokens).backward()
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.5), rtol=1e-4, atol=1e-5)
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+    wanted = dict(reference.named_parameters(remove_duplicate=False))
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(whole(parameter), wanted[name], rtol=1e-3, atol=1e-5)
+    pipe.close()
+
+
+def test_a_whole_model_is_cut_and_then_sharded() -> None:
+    on_ranks(4, _whole_model)
+
+
+def _refusals(rank: int) -> None:
+    mesh = make_mesh()
+    place, over = mesh.get_local_rank("pp"), mesh["dp_shard"]
+
+    def make(stage: nn.Module, **options: Any) -> Pipeline:
+        options = {"mesh": mesh, "loss_fn": F.mse_loss, "n_microbatches": 2} | options
+        return Pipeline({place: stage}, schedule="1f1b", **options)
+
+    layer = nn.Linear(DIM, DIM)
+    parallelize_module(layer, over, ColwiseParallel())
+    with pytest.raises(PipelineError, match=r"anything but fully_shard; got weight, sharded by FSDP1 or parallelize"):
+        make(layer)
+    layer = nn.Linear(DIM, DIM)
+    fully_shard(layer, mesh=over)
+    with pytest.raises(PipelineError, match=r"must be those of stages on a mesh; got weight, without mesh=. Fix: pass"):
+        make(layer, mesh=None, transport=pipeline.LocalTransport(), ranks=2)
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    fully_shard(model, mesh=over)
+    with pytest.raises(PipelineError, match=r"got 0.weight, of a whole model, before it is cut. Fix: .* shard="):
+        Pipeline(model, schedule="1f1b", n_microbatches=2, loss_fn=F.mse_loss, mesh=mesh)
+    with pytest.raises(PipelineError, match=r'must have a dimension "stages"'):
+        make(nn.Linear(DIM, DIM), pp_dim="stages")
+    with pytest.raises(PipelineError, match=r"data_dims must be names of dimensions .* got \('pp',\)"):
+        make(nn.Linear(DIM, DIM), data_dims=("pp",))
+    with pytest.raises(PipelineError, match=r"data or parameters must differ; got \"dp_shard\""):
+        make(nn.Linear(DIM, DIM), data_dims=())
+    with pytest.raises(PipelineError, match="shard is for a whole model that is cut over a mesh; got stages"):
+        make(nn.Linear(DIM, DIM), shard=lambda stage: None)
+    outside = GPT(vocabulary=11, dim=DIM, heads=2, layers=2, length=6)
+    with pytest.raises(PipelineError, match="shard needs to know what the stages use; got no sample"):
+        Pipeline(outside, schedule="1f1b", n_microbatches=2, loss_fn=F.mse_loss, mesh=mesh, shard=lambda stage: None)
+
+
+def test_refusals() -> None:
+    on_ranks(4, _refusals)
+
+
+def _any_names(rank: int) -> None:
+    """A pipeline dimension of another name, in the middle; one of the others has the same data and plain copies."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("rows", "stages", "cp"))
+    place, copy = mesh.get_local_rank("stages"), mesh.get_local_rank("rows")
+    mine, reference = stages(2), nn.Sequential(*stages(2))
+    pipe = Pipeline(
+        {place: mine[place]}, schedule="zb-h1", n_microbatches=2, loss_fn=F.mse_loss, mesh=mesh, pp_dim="stages",
+        data_dims=("rows", "cp"),
+    )  # fmt: skip
+    torch.manual_seed(1)
+    x, target = batch(8)
+    pipe.step(x.chunk(2)[copy], target=target.chunk(2)[copy])
+    F.mse_loss(reference(x), target).backward()
+    assert_same(mine[place], reference[place], "any names")
+    pipe.close()
+
+
+def test_a_mesh_of_any_names() -> None:
+    on_ranks(4, _any_names)

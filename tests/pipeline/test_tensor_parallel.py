@@ -22,7 +22,7 @@ LAYERS, STEPS, MICROBATCHES = 4, 3, 4
 
 
 def _mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
 
 
 def _batch(step: int) -> Tensor:

@@ -14,6 +14,7 @@ No other room touches a private name of torch; ``tests/test_seam.py`` holds that
     tracing       Dynamo and functionalization, for what runs inside compiled code
     distributed   process groups, stores
     modes         function modes, tensors without memory
+    sharded       FSDP modules that a schedule gathers, reduces and frees
     parallel      what FSDP, DDP, checkpoints and torch.distributed.pipelining put into a backward
 
 A *probe* is a tiny real use that says whether a name still does what we need. A feature calls ``require`` when it is

@@ -32,6 +32,7 @@ Feature = Literal[
     "graph",
     "pipeline",
     "pipeline.fit",
+    "pipeline.sharded",
 ]
 """What a user loses where a probe fails."""
 
@@ -50,6 +51,7 @@ _AREAS = (
     "parallel",
     "modes",
     "memory",
+    "sharded",
 )
 
 

@@ -10,13 +10,16 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sternway._bytes import parse_bytes
 from sternway._torch import require
+from sternway._torch.sharded import local_part
 from sternway.errors import PipelineError
 from sternway.pipeline.build._agree import agreed_plan, describe, make_stages, make_tuner
 from sternway.pipeline.build._checks import check_arguments, check_plain, check_weights, checked_skips
 from sternway.pipeline.build._request import BuildRequest
+from sternway.pipeline.build._sharding import ShardFn, shard_stages, with_upkeep
 from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest, with_prefixes
 from sternway.pipeline.checkpoint._saving import Resumed, Saving
@@ -25,8 +28,9 @@ from sternway.pipeline.faults._report import default_folder
 from sternway.pipeline.pretrained._generate import generate
 from sternway.pipeline.pretrained._save import save_model
 from sternway.pipeline.step._batch import Batch
+from sternway.pipeline.step._copies import Copies
 from sternway.pipeline.step._evaluation import in_eval_mode
-from sternway.pipeline.step._grads import DataParallel, Gradients, check_norm, check_ties, resolve_ties
+from sternway.pipeline.step._grads import Gradients, check_norm, check_ties, resolve_ties
 from sternway.pipeline.step._guard import Guard
 from sternway.pipeline.step._microbatch import Chunk, ChunkSpec
 from sternway.pipeline.step._result import StepResult
@@ -36,6 +40,7 @@ from sternway.pipeline.step._stage import LossFn
 from sternway.pipeline.step._tuner import TriedPlan
 from sternway.pipeline.transport._clock import clock_offsets
 from sternway.pipeline.transport._dist import default_transport
+from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._place import devices_of
 from sternway.pipeline.transport._routes import Routes
 from sternway.pipeline.transport._shards import sharded_like
@@ -73,7 +78,14 @@ class Pipeline:
         transport: ``DistTransport()`` over all processes by default.
         tied: groups of names of parameters that are one parameter: gradients are summed, values kept equal.
         skips: ``{name: (from stage, to stage)}`` for tensors that go to a stage after the next; see ``WithSkips``.
-        mesh: a DeviceMesh with a "dp" dimension (copies of the pipeline) and a "pp" dimension (its ranks).
+        mesh: a DeviceMesh with a dimension of the pipeline's ranks, and others; see ``docs/sharded.md``.
+        pp_dim: the name of that dimension.
+        data_dims: the names of the dimensions along which processes get different rows; "dp", "dp_replicate" and
+            "dp_shard" by default. Gradients are averaged over them.
+        shard: for a whole model, a function that is called with each stage and calls ``fully_shard`` on it, or on
+            modules of it. Stages that are passed one by one may be sharded already.
+        gathered: how many sharded stages a rank keeps gathered at once; all its stages by default, each gathered once
+            in a step.
         chunk: how inputs and targets are cut: ``Chunk(dim)``, ``Presplit()`` or ``Replicate()``.
         dynamic: the shapes of stages' outputs may change from step to step even if those of the batch do not.
         saved: a policy of ``sternway.saved`` for what the stages save in F, or a function from a stage's index to one.
@@ -113,6 +125,10 @@ class Pipeline:
         tied: Sequence[Sequence[str]] = (),
         skips: Mapping[str, tuple[int, int]] | None = None,
         mesh: Any = None,
+        pp_dim: str = "pp",
+        data_dims: Sequence[str] | None = None,
+        shard: ShardFn | None = None,
+        gathered: int | None = None,
         chunk: ChunkSpec = Chunk(0),  # noqa: B008 - frozen, so safely shared
         dynamic: bool = False,
         saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None = None,
@@ -128,37 +144,42 @@ class Pipeline:
         check_arguments(
             stages=stages, schedule=schedule, n_microbatches=n_microbatches, ranks=ranks, transport=transport,
             chunk=chunk, loss_fn=loss_fn, reports=reports, mesh=mesh, scaler=scaler, reduce_dtype=reduce_dtype,
+            pp_dim=pp_dim, shard=shard, gathered=gathered,
         )  # fmt: skip
         check_weights(stages, weights, device)
-        check_plain(stages, mesh)
+        check_plain(stages, mesh, pp_dim)
         place = None if weights is None else device_of(device or "cpu")
-        self.transport = transport or default_transport(mesh, dynamic, heartbeat_timeout)
+        grid = None if mesh is None else PipelineMesh(mesh, pp_dim, data_dims)
+        self.transport = transport or default_transport(grid, dynamic, heartbeat_timeout)
         self.transport.place(devices_of(stages) if place is None else [place])
         ranks = ranks or self.transport.ranks or (schedule.ranks if isinstance(schedule, Schedule) else 0)
         if not ranks:
             raise PipelineError("a pipeline in one process needs the number of ranks", got="none", fix="pass ranks=")
-        self._everyone = None if mesh is None else mesh.mesh.flatten().tolist()
+        self._everyone = None if grid is None else grid.everyone
         request = BuildRequest(
             stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place,
             self._everyone, None if memory is None else parse_bytes(memory, "memory", PipelineError),
         )  # fmt: skip
         self._plan = agreed_plan(request, self.transport)
-        first, self.profile = self._plan.schedule, self._plan.profile
+        own_ties = [] if self._plan.cut is None else self._plan.cut.ties()
+        if self._plan.cut is not None and self.transport.mine:
+            self._plan.cut.release(set(self._plan.modules))
+        shard_stages(self._plan, shard, grid, self.transport)
         self.stages = make_stages(self._plan, loss_fn, saved, scaler)
+        first = with_upkeep(self._plan.schedule, self.stages, grid, gathered, self.transport)
+        self.profile = self._plan.profile
         ranks_here = self.transport.mine or tuple(range(ranks))
         routes = Routes(first.num_stages, checked_skips(skips, first.num_stages))
         self.transport.connect(first, routes)
         placement = {rank: first.placement[rank] for rank in ranks_here}
         check_ties(tied)
-        own_ties = [] if self._plan.cut is None else self._plan.cut.ties()
         self._ties = resolve_ties([*tied, *own_ties], self.stages, placement, self.transport)
-        if self._plan.cut is not None and self.transport.mine:
-            self._plan.cut.release(set(self.stages))
-        copies = None if mesh is None else self.transport.collective(mesh.get_group("dp"))
-        averaged = None if copies is None else DataParallel(copies, reduce_dtype)
-        self._gradients = Gradients(self.stages, self._ties, self.transport, ranks, averaged, reduce_dtype)
+        copies = None if grid is None else Copies(grid, self.stages, self.transport.collective, reduce_dtype)
+        divided = any(isinstance(p, DTensor) for stage in self.stages.values() for p in stage.module.parameters())
+        peers = self.transport.collective(grid.peers) if grid is not None and divided else None
+        self._gradients = Gradients(self.stages, self._ties, self.transport, ranks, copies, grid, peers, reduce_dtype)
         if scaler is not None:
-            scaler.connect(self.transport, ranks)
+            scaler.connect(self._gradients.add_up, self.transport.device)
         self._guard = Guard(self.transport, ranks_here[0], Path(reports or default_folder()))
         self._tuner = make_tuner(self._plan, request, self.transport) if tune and mesh is None else None
         self._runner = StepRunner(
@@ -169,7 +190,7 @@ class Pipeline:
         modules = {index: stage.module for index, stage in self.stages.items()}
         self._named = with_prefixes(modules, self._model is not None, self.transport.crew())
         self._source: Path | None = None  # the checkpoint that from_pretrained read
-        self._first_copy = mesh is None or mesh.get_local_rank("dp") == 0
+        self._first_copy = grid is None or grid.is_first
         self._saves: Checkpoints | None = None
 
     # The plan
@@ -454,4 +475,4 @@ class Pipeline:
 
     def __repr__(self) -> str:
         now = replace(self._plan, schedule=self.schedule, costs=self.costs)
-        return describe(now, self.transport, sum(p.nbytes for p in self.parameters()))
+        return describe(now, self.transport, sum(local_part(p).nbytes for p in self.parameters()))

@@ -12,13 +12,14 @@ The core is in this folder; ``named/`` has one file for each named schedule, ``s
 costs and memory are counted.
 """
 
-from sternway.schedule._action import Action, Op, Overlap
+from sternway.schedule._action import Action, Op, Overlap, Step, Upkeep, UpkeepOp
 from sternway.schedule._check import check
 from sternway.schedule._costs import Costs, StageCosts
 from sternway.schedule._measured import measured_costs
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._simulate import simulate
 from sternway.schedule._timeline import Bottleneck, Event, Timeline
+from sternway.schedule._upkeep import sharded
 from sternway.schedule.formats import from_csv, from_json
 from sternway.schedule.named import make, names
 from sternway.schedule.search import Comparison, Row, candidates, compare, fuse, lower_bound, search
@@ -34,7 +35,10 @@ __all__ = [
     "Row",
     "Schedule",
     "StageCosts",
+    "Step",
     "Timeline",
+    "Upkeep",
+    "UpkeepOp",
     "candidates",
     "check",
     "compare",
@@ -46,5 +50,6 @@ __all__ = [
     "measured_costs",
     "names",
     "search",
+    "sharded",
     "simulate",
 ]

@@ -5,6 +5,12 @@
     W   backward to the stage's weights: the half that no other stage waits for
     B   the whole backward, I and W in one
 
+A stage whose parameters are sharded over several processes (FSDP) also has, for the stage as a whole,
+
+    UNSHARD      gather its parameters
+    REDUCE_GRAD  add its gradients up over those processes, and leave each its shard
+    RESHARD      free what was gathered
+
 The text forms are those of torch.distributed.pipelining, so that its files can be read: ``2F0`` is stage 2, forward,
 microbatch 0; ``(0F3;7B1)OVERLAP_F_B`` runs two actions at once.
 """
@@ -18,8 +24,12 @@ from sternway.errors import ScheduleError
 Op: TypeAlias = Literal["F", "I", "W", "B"]
 """Forward; backward to the input; backward to the weights; both halves of the backward at once."""
 
+UpkeepOp: TypeAlias = Literal["UNSHARD", "RESHARD", "REDUCE_GRAD"]
+"""Gather a stage's parameters; free them; reduce its gradients."""
+
 OPS: tuple[Op, ...] = ("F", "I", "W", "B")
 _ACTION = re.compile(r"(0|[1-9][0-9]*)([FIWB])(0|[1-9][0-9]*)")
+_UPKEEP = re.compile(r"(0|[1-9][0-9]{0,8})(UNSHARD|RESHARD|REDUCE_GRAD)")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _FORM = "write [stage][F, I, W or B][microbatch], such as 2F0"
 
@@ -120,6 +130,55 @@ class Overlap:
         return Overlap(Action.parse(match[1]), Action.parse(match[2]))
 
 
-def parse_step(text: str) -> Action | Overlap:
-    """Read an action or an overlapped pair from its text form."""
+@dataclass(frozen=True, slots=True)
+class Upkeep:
+    """An operation on the sharded parameters of a stage, or on their gradients: ``0UNSHARD``, ``0REDUCE_GRAD``.
+
+    Example:
+        >>> str(Upkeep(stage=2, op="UNSHARD"))
+        '2UNSHARD'
+        >>> Upkeep.parse("2UNSHARD")
+        Upkeep(stage=2, op='UNSHARD')
+    """
+
+    stage: int
+    op: UpkeepOp
+
+    def __post_init__(self) -> None:
+        if type(self.stage) is not int or self.stage < 0 or self.op not in ("UNSHARD", "RESHARD", "REDUCE_GRAD"):
+            raise ScheduleError(
+                "upkeep must have a stage, and be UNSHARD, RESHARD or REDUCE_GRAD",
+                got=f"{self.stage!r}, {self.op!r}",
+                fix='write Upkeep(2, "UNSHARD")',
+            )
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}"
+
+    @property
+    def actions(self) -> tuple[Action, ...]:
+        """None: it computes nothing."""
+        return ()
+
+    @staticmethod
+    def parse(text: str) -> "Upkeep":
+        """Read the text that ``str(upkeep)`` wrote."""
+        match = _UPKEEP.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise ScheduleError(
+                "upkeep must be written as stage and UNSHARD, RESHARD or REDUCE_GRAD",
+                got=repr(text),
+                fix="write it as 2UNSHARD",
+            )
+        return Upkeep(int(match[1]), match[2])  # type: ignore[arg-type]  # the regex allows only UpkeepOp
+
+
+Step: TypeAlias = Action | Overlap | Upkeep
+"""What a rank does at one place of its list."""
+
+
+def parse_step(text: str) -> Step:
+    """Read an action, an overlapped pair or upkeep from its text form."""
+    if text.endswith(("SHARD", "REDUCE_GRAD")):
+        return Upkeep.parse(text)
     return Overlap.parse(text) if text.startswith("(") else Action.parse(text)

@@ -6,7 +6,7 @@ stage; those are used unchanged.
 
 Memory is in units of what one microbatch's forward keeps on one rank. For each of a rank's v stages,
 
-    F adds 1/v,    I leaves memory_after_I/v,    W (or B) leaves 0.
+    F adds 1/v,    I leaves memory_after_I/v,    W (or B) leaves 0,    a gathered stage adds memory_gathered/v.
 """
 
 import math
@@ -36,6 +36,8 @@ class StageCosts:
     comm: float
     keeps: tuple[float, ...]
     keeps_after_i: tuple[float, ...]
+    gather: tuple[float, ...] = ()
+    reduce: tuple[float, ...] = ()
 
     def of(self, op: str, stage: int) -> float:
         """Return the time that ``op`` of ``stage`` takes."""
@@ -70,6 +72,9 @@ class Costs:
         B: time of a whole backward; one number, or one for each stage. I + W unless given; one call may cost less.
         comm: from the end of an action until another rank has its result. Within a rank this takes no time.
         memory_after_I: the fraction of what F kept that is still kept between I and W.
+        gather: time to gather a rank's sharded parameters; one number, or one for each stage. Beside computation.
+        reduce: time to reduce the gradients of sharded parameters; one number, or one for each stage.
+        memory_gathered: what a rank's gathered parameters take, in what one microbatch's forward keeps.
 
     Raises:
         ScheduleError: a cost is negative or not finite, or sequences have different lengths.
@@ -81,10 +86,13 @@ class Costs:
     comm: float = 0.0
     memory_after_I: float = 1.0  # noqa: N815 - the paper's letter
     B: float | Sequence[float] | None = None
+    gather: float | Sequence[float] = 0.0
+    reduce: float | Sequence[float] = 0.0
+    memory_gathered: float = 0.0
 
     def __post_init__(self) -> None:
         lengths: dict[str, int] = {}
-        for name in ("F", "I", "W", "B"):
+        for name in ("F", "I", "W", "B", "gather", "reduce"):
             if getattr(self, name) is None and name == "B":
                 continue
             value = _frozen(name, getattr(self, name))
@@ -98,7 +106,8 @@ class Costs:
                 fix="pass sequences as long as there are stages",
             )
         object.__setattr__(self, "comm", _amount("comm", self.comm))
-        object.__setattr__(self, "memory_after_I", _amount("memory_after_I", self.memory_after_I))
+        for name in ("memory_after_I", "memory_gathered"):
+            object.__setattr__(self, name, _amount(name, getattr(self, name)))
 
     def per_stage(self, placement: Placement) -> StageCosts:
         """Return one number for each stage of ``placement``.
@@ -129,6 +138,8 @@ class Costs:
             comm=self.comm,
             keeps=tuple(shares),
             keeps_after_i=tuple(self.memory_after_I * share for share in shares),
+            gather=resolve("gather", self.gather),
+            reduce=resolve("reduce", self.reduce),
         )
 
 

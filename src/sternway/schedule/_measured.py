@@ -27,7 +27,7 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
 
     Args:
         timelines: of a step, as ``StepResult.timeline`` has it, or of several, with stages in the same places.
-        planned: for what cannot be seen in them; also for ``memory_after_I``.
+        planned: for what cannot be seen in them; also for ``memory_after_I``, and for gathering and reducing.
 
     Raises:
         ScheduleError: there is no F of some stage, or the planned costs are for another number of stages.
@@ -64,6 +64,9 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
         B=b if planned.B is not None or any(op == "B" for op, _ in seen) else None,
         comm=_comm(runs, planned.comm),
         memory_after_I=planned.memory_after_I,
+        gather=planned.gather,
+        reduce=planned.reduce,
+        memory_gathered=planned.memory_gathered,
     )
 
 

@@ -2,17 +2,21 @@
 
 On a rank with v stages, the forward of one microbatch through one stage keeps 1/v until its I, memory_after_I/v until
 its W, and nothing after that. What F keeps counts from the start of F. What a backward frees counts until its end, so
-an overlapped pair has both at once.
+an overlapped pair has both at once. The gathered parameters of a sharded stage count from its UNSHARD to its RESHARD.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from sternway.schedule._action import Upkeep
+
 if TYPE_CHECKING:
     from sternway.schedule._schedule import Schedule
 
 
-def memory_steps(schedule: "Schedule", rank: int, memory_after_i: float) -> Iterator[tuple[float, float]]:
+def memory_steps(
+    schedule: "Schedule", rank: int, memory_after_i: float, memory_gathered: float = 0.0
+) -> Iterator[tuple[float, float]]:
     """Yield, for each step of a rank, the memory while it runs and the memory after it.
 
     Example:
@@ -23,33 +27,39 @@ def memory_steps(schedule: "Schedule", rank: int, memory_after_i: float) -> Iter
     """
     stages = max(1, len(schedule.placement[rank]))
     # Counts, so that thirds and the like do not drift: microbatches before their I, and between I and W.
-    full = split = 0
+    full = split = gathered = 0
     level = 0.0
     for step in schedule.actions[rank]:
         during = level
         for action in step.actions:  # of an overlapped pair, the forward comes first
             if action.op == "F":
                 full += 1
-                during = (full + split * memory_after_i) / stages
+                during = (full + split * memory_after_i + gathered * memory_gathered) / stages
             elif action.op == "W":
                 split -= 1
             else:
                 full -= 1
                 split += action.op == "I"
-        level = (full + split * memory_after_i) / stages
-        yield during, level
+        if isinstance(step, Upkeep):
+            gathered += {"UNSHARD": 1, "RESHARD": -1}.get(step.op, 0)
+        level = (full + split * memory_after_i + gathered * memory_gathered) / stages
+        yield max(during, level) if isinstance(step, Upkeep) else during, level
 
 
-def peak(schedule: "Schedule", rank: int, memory_after_i: float) -> float:
+def peak(schedule: "Schedule", rank: int, memory_after_i: float, memory_gathered: float = 0.0) -> float:
     """Return the most that a rank keeps at any step."""
     # After a step, too: I can leave more than F kept.
-    return max(map(max, memory_steps(schedule, rank, memory_after_i)), default=0.0)
+    return max(map(max, memory_steps(schedule, rank, memory_after_i, memory_gathered)), default=0.0)
 
 
 def kept_steps(
-    schedule: "Schedule", rank: int, after_f: Sequence[float], after_i: Sequence[float]
+    schedule: "Schedule",
+    rank: int,
+    after_f: Sequence[float],
+    after_i: Sequence[float],
+    gathered: Sequence[float] | None = None,
 ) -> Iterator[tuple[float, float]]:
-    """``memory_steps`` for stages of unequal size: what F of each stage keeps, and what I leaves of it.
+    """``memory_steps`` for stages of unequal size: what F of each keeps, what I leaves of it, what it takes gathered.
 
     Example:
         >>> from sternway import schedule
@@ -68,4 +78,7 @@ def kept_steps(
                 level += rest - whole
             else:
                 level -= rest if action.op == "W" else whole
+        if isinstance(step, Upkeep) and gathered is not None:
+            level += {"UNSHARD": 1, "RESHARD": -1}.get(step.op, 0) * gathered[step.stage]
+            during = max(during, level)
         yield during, level

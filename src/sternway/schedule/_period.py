@@ -7,10 +7,12 @@ follow from those at which they ended the one before, in the same way every time
     rank 1     |── step 1 ──|── step 2 ──|── step 3 ──|        after() takes only sums and maxima
 
 Such times end in a pattern that repeats (max-plus linear systems): some steps later, all ranks are later by the same
-amount. That amount, for one step, is the period.
+amount. That amount, for one step, is the period. Where stages are sharded, a rank ends a step when its last reduction
+has, since the optimizer waits for that.
 """
 
-from sternway.schedule._costs import EPSILON, Costs
+from sternway.schedule._action import Step, Upkeep
+from sternway.schedule._costs import EPSILON, Costs, StageCosts
 from sternway.schedule._depends import run
 from sternway.schedule._schedule import Schedule
 
@@ -19,7 +21,7 @@ _MOST = 64  # steps to look for the pattern; then the average of the second half
 
 def period_of(schedule: Schedule, costs: Costs) -> float:
     """The time of a step among many, for a schedule that runs to its end."""
-    steps = _steps(schedule, costs)
+    steps = _steps(schedule, costs.per_stage(schedule.placement))
     ends = [[0.0] * schedule.ranks]
     for number in range(1, _MOST + 1):
         ends.append(_after(ends[-1], steps, costs.comm))
@@ -31,31 +33,47 @@ def period_of(schedule: Schedule, costs: Costs) -> float:
     return (max(ends[-1]) - max(ends[half])) / (_MOST - half)
 
 
-_Step = tuple[int, float, list[int], list[int]]  # rank, length, what it waits for, what it computes
+_Timed = tuple[int, Step, float, list[int], list[int]]  # rank, step, length, what it waits for, what it computes
 
 
-def _steps(schedule: Schedule, costs: Costs) -> list[_Step]:
+def _steps(schedule: Schedule, costs: StageCosts) -> list[_Timed]:
     """Every step of every rank, in an order in which they can run."""
-    per_stage = costs.per_stage(schedule.placement)
     place = [0] * schedule.ranks
-    found: list[_Step] = []
+    found: list[_Timed] = []
     for rank, inputs, outputs in run(schedule):
-        actions = schedule.actions[rank][place[rank]].actions
+        step = schedule.actions[rank][place[rank]]
         place[rank] += 1
-        found.append((rank, sum(per_stage.of(a.op, a.stage) for a in actions), inputs, outputs))
+        found.append((rank, step, _length(step, costs), inputs, outputs))
     return found
 
 
-def _after(free: list[float], steps: list[_Step], comm: float) -> list[float]:
+def _length(step: Step, costs: StageCosts) -> float:
+    if isinstance(step, Upkeep):
+        return (
+            {"UNSHARD": costs.gather, "REDUCE_GRAD": costs.reduce}[step.op][step.stage] if step.op != "RESHARD" else 0.0
+        )
+    return sum(costs.of(action.op, action.stage) for action in step.actions)
+
+
+def _after(free: list[float], steps: list[_Timed], comm: float) -> list[float]:
     """When each rank ends a step, given when it may begin."""
-    ends = list(free)
+    ends, links = list(free), list(free)
     made: dict[int, tuple[int, float]] = {}
-    for rank, length, inputs, outputs in steps:
+    gathered: dict[int, float] = {}
+    for rank, step, length, inputs, outputs in steps:
         start = ends[rank]
+        if isinstance(step, Upkeep):
+            if step.op != "RESHARD":
+                links[rank] = max(start, links[rank]) + length
+            if step.op == "UNSHARD":
+                gathered[step.stage] = links[rank]
+            continue
         for key in inputs:
             maker, end = made[key]
             start = max(start, end if maker == rank else end + comm)
+        for action in step.actions if gathered else ():
+            start = max(start, gathered.get(action.stage, 0.0))
         ends[rank] = start + length
         for key in outputs:
             made[key] = rank, ends[rank]
-    return ends
+    return [max(both) for both in zip(ends, links, strict=True)]

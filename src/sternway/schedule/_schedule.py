@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action, Overlap
+from sternway.schedule._action import Action, Overlap, Upkeep
 from sternway.schedule._costs import Costs, Placement
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Schedule:
         name: the name in tables and drawings.
         n_microbatches: the number of microbatches in a step.
         placement: for each rank, the stages that it holds.
-        actions: for each rank, its actions in order.
+        actions: for each rank, its actions in order; for sharded stages, also their upkeep (see ``sharded``).
 
     Raises:
         ScheduleError: the placement does not hold every stage exactly once, or has another number of ranks than the
@@ -48,7 +48,7 @@ class Schedule:
     name: str
     n_microbatches: int
     placement: Placement
-    actions: tuple[tuple[Action | Overlap, ...], ...]
+    actions: tuple[tuple[Action | Overlap | Upkeep, ...], ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", tuple(tuple(stages) for stages in self.placement))

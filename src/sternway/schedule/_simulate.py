@@ -2,11 +2,13 @@
 
 Each rank runs its actions in order, each as soon as the rank is free and what it waits for has arrived (``_depends``).
 An overlapped pair waits for what both of its actions need, takes the time of both, and ends both at once. Sends do not
-block. So any order in which the actions can run gives the same times, and one pass over such an order finds them.
+block, and neither does the upkeep of sharded stages: each rank has a link that gathers or reduces one stage at a time,
+and only what computes on a stage waits for its gathering. So any order in which the actions can run gives the same
+times, and one pass over such an order finds them.
 """
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import OPS, Action
+from sternway.schedule._action import OPS, Action, Upkeep
 from sternway.schedule._costs import Costs, StageCosts
 from sternway.schedule._depends import run
 from sternway.schedule._schedule import Schedule
@@ -53,11 +55,28 @@ def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list
     makers = [nothing] * (3 * schedule.num_stages * schedule.n_microbatches)
     events: list[list[Event]] = [[] for _ in schedule.actions]
     causes: list[list[Event | None]] = [[] for _ in schedule.actions]
+    free: list[Event | None] = [None] * schedule.ranks  # what each rank ran last
+    link: list[Event | None] = [None] * schedule.ranks  # what its link carried last
+    gathered: dict[int, Event] = {}
     for rank, inputs, outputs in run(schedule):
         mine = events[rank]
         step = schedule.actions[rank][len(mine)]
-        cause = mine[-1] if mine else None
+        cause = free[rank]
         start, length = cause.end if cause else 0.0, 0.0
+        if isinstance(step, Upkeep):
+            before = link[rank]
+            if step.op != "RESHARD":
+                if before is not None and before.end > start:
+                    start, cause = before.end, before
+                length = (costs.gather if step.op == "UNSHARD" else costs.reduce)[step.stage]
+            event = Event(rank, len(mine), step, start, start + length)
+            mine.append(event)
+            causes[rank].append(cause)
+            if step.op != "RESHARD":
+                link[rank] = event
+            if step.op == "UNSHARD":
+                gathered[step.stage] = event
+            continue
         for key in inputs:
             maker = makers[key]
             arrival = maker.end if maker.rank == rank else maker.end + comm
@@ -65,9 +84,13 @@ def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list
                 start, cause = arrival, maker
         for action in step.actions:
             length += times[action.op][action.stage]
+            ready = gathered.get(action.stage)
+            if ready is not None and ready.end > start:
+                start, cause = ready.end, ready
         event = Event(rank, len(mine), step, start, start + length)
         mine.append(event)
         causes[rank].append(cause)
+        free[rank] = event
         for key in outputs:
             makers[key] = event
     return events, causes
@@ -75,7 +98,7 @@ def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list
 
 def _critical_path(events: list[list[Event]], causes: list[list[Event | None]]) -> tuple[Event, ...]:
     """Walk back from the last end: at each event, to the one that it waited for."""
-    event = max((rank[-1] for rank in events if rank), key=lambda event: event.end, default=None)
+    event = max((event for rank in events for event in reversed(rank)), key=lambda event: event.end, default=None)
     path = []
     while event is not None:
         path.append(event)
@@ -91,6 +114,9 @@ def _bottlenecks(path: tuple[Event, ...], costs: StageCosts) -> tuple[Bottleneck
         if event.start > clock:
             times["comm"] = times.get("comm", 0.0) + event.start - clock
         clock = event.end
+        if isinstance(event.action, Upkeep) and event.end > event.start:
+            what = f"{event.action.op} of stage {event.action.stage}"
+            times[what] = times.get(what, 0.0) + event.end - event.start
         for action in event.action.actions:
             what = f"{action.op} of stage {action.stage}"
             times[what] = times.get(what, 0.0) + costs.of(action.op, action.stage)

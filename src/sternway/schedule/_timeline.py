@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action, Overlap
+from sternway.schedule._action import Step, Upkeep
 from sternway.schedule._costs import Costs
 from sternway.schedule._memory import kept_steps, memory_steps, peak
 
@@ -31,7 +31,7 @@ class Event:
 
     rank: int
     step: int
-    action: Action | Overlap
+    action: Step
     start: float
     end: float
 
@@ -123,7 +123,8 @@ class Timeline:
     @property
     def peaks(self) -> tuple[float, ...]:
         """For each rank, its largest memory."""
-        return tuple(peak(self.schedule, rank, self.costs.memory_after_I) for rank in range(self.schedule.ranks))
+        held = self.costs.memory_after_I, self.costs.memory_gathered
+        return tuple(peak(self.schedule, rank, *held) for rank in range(self.schedule.ranks))
 
     @property
     def peak_memory(self) -> float:
@@ -133,20 +134,22 @@ class Timeline:
     @property
     def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
         """For each rank, its memory over time: pairs of (time, memory from then on)."""
-        after_i = self.costs.memory_after_I
-        return tuple(self._curve(rank, memory_steps(self.schedule, rank, after_i)) for rank in range(len(self.events)))
+        held = self.costs.memory_after_I, self.costs.memory_gathered
+        return tuple(self._curve(rank, memory_steps(self.schedule, rank, *held)) for rank in range(len(self.events)))
 
     def memory_of(
-        self, after_f: Sequence[float], after_i: Sequence[float]
+        self, after_f: Sequence[float], after_i: Sequence[float], gathered: Sequence[float] | None = None
     ) -> tuple[tuple[tuple[float, float], ...], ...]:
         """``memory`` in units of your own, such as bytes: what F of each stage keeps, and what I leaves of it.
+
+        ``gathered`` is what the gathered parameters of each stage take, from its UNSHARD to its RESHARD.
 
         Example:
             >>> from sternway import schedule
             >>> schedule.make("gpipe", ranks=1, microbatches=2).simulate().memory_of([100], [50])
             (((0.0, 100), (1.0, 200), (4.0, 100), (6.0, 0)),)
         """
-        for name, sizes in (("after_f", after_f), ("after_i", after_i)):
+        for name, sizes in (("after_f", after_f), ("after_i", after_i), ("gathered", gathered or after_f)):
             if len(sizes) != self.schedule.num_stages:
                 raise ScheduleError(
                     f"{name} must have one size for each of {self.schedule.num_stages} stages",
@@ -154,12 +157,15 @@ class Timeline:
                     fix="pass a list of that length",
                 )
         ranks = range(len(self.events))
-        return tuple(self._curve(rank, kept_steps(self.schedule, rank, after_f, after_i)) for rank in ranks)
+        return tuple(self._curve(rank, kept_steps(self.schedule, rank, after_f, after_i, gathered)) for rank in ranks)
 
     def _curve(self, rank: int, levels: Iterator[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
         curve = [(0.0, 0.0)]
+        clock = 0.0  # of the rank, which does not wait for upkeep
         for event, (during, after) in zip(self.events[rank], levels, strict=True):
-            for time, level in ((event.start, during), (event.end, after)):
+            begin = clock if isinstance(event.action, Upkeep) else event.start
+            clock = clock if isinstance(event.action, Upkeep) else event.end
+            for time, level in ((begin, during), (clock, after)):
                 if time == curve[-1][0]:  # what is freed and taken at the same time was never free
                     curve.pop()
                 if not curve or level != curve[-1][1]:
@@ -222,15 +228,19 @@ def timeline_of(
     critical_path: tuple[Event, ...] = (),
     bottlenecks: tuple[Bottleneck, ...] = (),
 ) -> Timeline:
-    """Build a timeline from each rank's events."""
-    busy = tuple(math.fsum(event.end - event.start for event in rank) for rank in events)
-    spans = [rank[-1].end - rank[0].start if rank else 0.0 for rank in events]
+    """Build a timeline from each rank's events. Upkeep runs beside the computation, and no rank is busy with it."""
+    computing = [[event for event in rank if not isinstance(event.action, Upkeep)] for rank in events]
+    busy = tuple(math.fsum(event.end - event.start for event in rank) for rank in computing)
+    spans = [
+        max(event.end for event in rank) - own[0].start if own else 0.0
+        for rank, own in zip(events, computing, strict=True)
+    ]
     span, work = max(spans), max(busy)
     return Timeline(
         schedule=schedule,
         costs=costs,
         events=tuple(map(tuple, events)),
-        makespan=max((rank[-1].end for rank in events if rank), default=0.0),
+        makespan=max((event.end for rank in events for event in rank), default=0.0),
         busy=busy,
         idle=tuple(max(0.0, whole - used) for whole, used in zip(spans, busy, strict=True)),
         span=span,

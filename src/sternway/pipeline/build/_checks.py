@@ -42,6 +42,9 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda value: value is None or (isinstance(value, torch.dtype) and value.is_floating_point),
     ),
     "mesh": ("be a DeviceMesh", lambda value: value is None or hasattr(value, "get_group")),
+    "shard": ("be a function of a stage", lambda value: value is None or callable(value)),
+    "gathered": ("be a number from 1 on", _is_count),
+    "pp_dim": ("be a name", lambda value: isinstance(value, str)),
     "reports": ("be a folder", lambda value: isinstance(value, str | os.PathLike | None)),
 }
 
@@ -76,45 +79,51 @@ def check_weights(stages: Any, weights: Any, device: Any) -> None:
         )
 
 
-def check_plain(stages: Any, mesh: Any = None) -> None:
+def check_plain(stages: Any, mesh: Any, pp_dim: str = "pp") -> None:
     """Raise if a stage is sharded in a way that a pipeline cannot run: its gradients and checkpoints would be wrong.
 
-    DTensor parameters are fine on dimensions of ``mesh`` other than the pipeline's own.
+    Parameters may be DTensors on other dimensions of ``mesh`` than the pipeline's own.
     """
     for module in [stages] if isinstance(stages, nn.Module) else stages.values():
         if not isinstance(module, nn.Module):
             continue
-        by_fsdp = FullyShardedDataParallel | FSDPModule
-        sharded = [name for name, each in module.named_modules() if isinstance(each, by_fsdp)]
-        if sharded:
+        old = [name for name, each in module.named_modules() if isinstance(each, FullyShardedDataParallel)]
+        if old:
             raise PipelineError(
-                "a pipeline cannot have stages that FSDP has sharded",
-                got=f"{sharded[0] or type(module).__name__}",
-                fix="pass plain modules; mesh= gives copies of the pipeline (docs/sharded.md)",
+                "a pipeline cannot have stages that FSDP1 has sharded",
+                got=old[0] or type(module).__name__,
+                fix="use fully_shard (docs/sharded.md)",
+            )
+        units = [name for name, each in module.named_modules() if isinstance(each, FSDPModule)]
+        if units and isinstance(stages, nn.Module):
+            raise PipelineError(
+                "fully_shard must be called on stages, not on a whole model before it is cut",
+                got=units[0] or type(module).__name__,
+                fix="pass the model as it is, and shard=, which is called on each stage",
             )
         for name, parameter in module.named_parameters():
             if isinstance(parameter, DTensor):
-                _check_mesh_of(name, parameter, mesh)
+                _check_mesh_of(name, parameter, mesh, pp_dim)
 
 
-def _check_mesh_of(name: str, parameter: DTensor, mesh: Any) -> None:
+def _check_mesh_of(name: str, parameter: DTensor, mesh: Any, pp_dim: str) -> None:
     """Raise unless a parameter's mesh is a part of the pipeline's that has no two of its ranks."""
     ranks = set(parameter.device_mesh.mesh.flatten().tolist())
     if mesh is None:
         raise PipelineError(
             "a pipeline of sharded stages needs the mesh of all their ranks",
             got=f"{name}, a DTensor on the ranks {sorted(ranks)}, and no mesh=",
-            fix='pass mesh=, a DeviceMesh with a dimension "pp" and those of the parameters',
+            fix="pass mesh=, a DeviceMesh with a dimension of the pipeline's ranks, and those of the parameters",
         )
-    if "pp" not in (mesh.mesh_dim_names or ()):
-        return  # refused when the transport is made
+    if pp_dim not in (mesh.mesh_dim_names or ()):
+        return  # refused when the mesh is looked at
     everyone = set(mesh.mesh.flatten().tolist())
-    along = set(torch.distributed.get_process_group_ranks(mesh.get_group("pp")))
+    along = set(torch.distributed.get_process_group_ranks(mesh.get_group(pp_dim)))
     if not ranks <= everyone or len(ranks & along) > 1:
         raise PipelineError(
             "the parameters of a stage must be sharded over ranks that hold the same stage",
             got=f"{name}, a DTensor on the ranks {sorted(ranks)}; the pipeline has the ranks {sorted(along)}",
-            fix='shard over other dimensions of mesh= than "pp", as with parallelize_module(stage, mesh["tp"], …)',
+            fix=f'shard over other dimensions of mesh= than "{pp_dim}", as by parallelize_module(stage, mesh["tp"], …)',
         )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway import __version__
+from sternway._torch.sharded import local_part
 from sternway.errors import CheckpointError
 from sternway.pipeline.checkpoint import _files as files
 from sternway.pipeline.checkpoint import _optimizer_state, _rng
@@ -34,7 +35,6 @@ from sternway.pipeline.checkpoint._tensors import (
     read_description,
 )
 from sternway.pipeline.transport._crew import Crew, Outcome
-from sternway.pipeline.transport._shards import local
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class Checkpoints:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             self._buffers[key] = buffer = host_buffer(tensor, tensor.dtype)
-        local(buffer).copy_(local(tensor.detach()), non_blocking=True)
+        local_part(buffer).copy_(local_part(tensor.detach()), non_blocking=True)
         return buffer
 
     def _write(self, request: SaveRequest, prepared: Outcome[Any]) -> Path:
@@ -220,7 +220,7 @@ class Checkpoints:
         run, loaded, state = outcome.result()
         with torch.no_grad():
             for name, tensor in self._model().items():
-                local(tensor).copy_(local(loaded[f"model.{name}"]))
+                local_part(tensor).copy_(local_part(loaded[f"model.{name}"]))
         if optimizer is not None:
             _optimizer_state.give(optimizer, self._names(), state, self._ties)
         if scheduler is not None and run["scheduler"] is not None:

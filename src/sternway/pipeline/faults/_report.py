@@ -29,7 +29,8 @@ class Progress:
         done = len(self.times)
         if done >= len(actions):
             return Position(self.step)
-        return Position(self.step, actions[done].actions[0].stage, str(actions[done]))
+        stages = [action.stage for action in actions[done].actions or actions[done : done + 1]]
+        return Position(self.step, stages[0], str(actions[done]))
 
     def timeline(self) -> list[dict[str, Any]]:
         """The actions done so far, in seconds from the first one's start."""

@@ -1,4 +1,4 @@
-"""Gradients that concern more than one rank: tied parameters, data parallel copies, the norm over all."""
+"""Gradients that concern more than one process: tied parameters, copies, shards, the norm over all."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from sternway._torch.sharded import local_part
 from sternway._torch.tensors import scale_each
 from sternway.errors import PipelineError
+from sternway.pipeline.step._copies import Copies
 from sternway.pipeline.step._stage import Stage, named_parameters
 from sternway.pipeline.transport._collective import Collective
+from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._transport import Transport
-
-BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,14 @@ def resolve_ties(
     }
     ties = []
     for group in groups:
-        rows = transport.gather([[float(name in held) for name in group] for held in named.values()])
+        sizes = [[1.0 + local_part(held[n]).numel() if n in held else 0.0 for n in group] for held in named.values()]
+        rows = transport.gather(sizes)
+        if len({size for row in rows for size in row if size}) > 1:
+            raise PipelineError(
+                "tied parameters must have the same shape, and be sharded alike",
+                got=f"{', '.join(group)} of different sizes",
+                fix="call fully_shard on all of them over the same dimension, or on none",
+            )
         missing = [name for place, name in enumerate(group) if not any(row[place] for row in rows)]
         if missing:
             raise PipelineError(
@@ -67,18 +76,29 @@ def resolve_ties(
             {id(p): p for held in named.values() for name in group if (p := held.get(name)) is not None}.values()
         )
         if here:
-            first = here[0]
+            first = local_part(here[0])
             with torch.no_grad():
                 if len(ranks) > 1:
                     transport.copy_from(first.data, ranks[0], ranks)
                 for other in here[1:]:
-                    other.copy_(first)
+                    local_part(other).copy_(first)
         ties.append(Tie(tuple(group), ranks, here, ranks[0] in named))
     return ties
 
 
 class Gradients:
-    """The gradients of this process's parameters: summed over ties, averaged over copies, measured over all ranks."""
+    """The gradients of this process's parameters: summed over ties, averaged over copies, measured over all ranks.
+
+    Args:
+        stages: of this process.
+        ties: their tied parameters.
+        transport: carries sums over ranks.
+        ranks: of the pipeline.
+        copies: averages over copies of parameters, if there are some.
+        mesh: of the pipeline, if it has one.
+        peers: the processes with the same stages, if these are sharded over them.
+        reduce_dtype: of the sums over ties.
+    """
 
     def __init__(
         self,
@@ -86,10 +106,12 @@ class Gradients:
         ties: Sequence[Tie],
         transport: Transport,
         ranks: int,
-        copies: DataParallel | None,
+        copies: Copies | None,
+        mesh: PipelineMesh | None = None,
+        peers: Collective | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self._reduce_dtype = reduce_dtype
+        self._reduce_dtype, self._mesh, self._peers = reduce_dtype, mesh, peers
         self._stages, self._ties, self._transport, self._ranks, self._copies = stages, ties, transport, ranks, copies
         self._tied = {id(p) for tie in ties for p in tie.here}
         self._before: dict[int, Tensor | None] = {}  # gradients of earlier steps, which are summed already
@@ -103,15 +125,24 @@ class Gradients:
 
     def stage_done(self, stage: Stage) -> None:
         """A stage's last W is done: begin to average its gradients over the copies."""
+        sharded = () if stage.shards is None else stage.shards.names  # they are unsharded now, and averaged later
+        plain = [p for name, p in stage.module.named_parameters() if name not in sharded]
+        for parameter in plain:
+            _add_terms(parameter)
         if self._copies is not None:
-            self._copies.start([p for p in stage.module.parameters() if id(p) not in self._tied])
+            self._copies.start(p for p in plain if id(p) not in self._tied)
 
     def finish(self) -> None:
-        """All actions are done: sum the gradients of tied parameters, and finish averaging."""
+        """All actions are done: sum the gradients of tied parameters, and finish reducing and averaging."""
+        late = self._tied.copy()
+        for stage in self._stages.values():
+            if stage.shards is not None:
+                stage.shards.finish()
+                late |= {id(p) for name, p in stage.module.named_parameters() if name in stage.shards.names}
         for tie in self._ties:
             self._sum(tie)
         if self._copies is not None:
-            self._copies.start([p for p in self._parameters() if id(p) in self._tied])
+            self._copies.start(p for p in self._parameters() if id(p) in late)
             self._copies.finish()
 
     def _all_here(self, tie: Tie) -> bool:
@@ -129,15 +160,15 @@ class Gradients:
             for parameter, grad in zip(tie.here, before, strict=True):
                 parameter.grad = grad
             return
-        total = torch.zeros_like(tie.here[0], dtype=self._reduce_dtype)
+        total = torch.zeros_like(local_part(tie.here[0]), dtype=self._reduce_dtype)
         for parameter in tie.here:
             if parameter.grad is not None:
-                total += parameter.grad
+                total += local_part(parameter.grad)
         if len(tie.ranks) > 1:
             self._transport.add([total], tie.ranks)
         for parameter, grad in zip(tie.here, before, strict=True):
-            own = total.to(parameter.dtype, copy=True)
-            parameter.grad = own if grad is None else grad.add_(own)
+            parameter.grad = torch.zeros_like(parameter) if grad is None else grad
+            local_part(parameter.grad).add_(total.to(parameter.dtype))
 
     def drop(self) -> None:
         """Set all gradients to None."""
@@ -145,15 +176,28 @@ class Gradients:
             parameter.grad = None
 
     def square_norm(self) -> Tensor:
-        """The squared norm of this process's gradients. A tied parameter counts on one rank only."""
+        """The squared norm of the gradients of this pipeline rank. A tied parameter counts on one rank only.
+
+        Where stages are sharded, each process counts what it holds, and the sum over those with the same stages is
+        taken.
+        """
         skip = {id(p) for tie in self._ties for place, p in enumerate(tie.here) if place or not tie.counted_here}
         parameters = self._parameters()
-        grads = [p.grad for p in parameters if p.grad is not None]
-        square = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else self._transport.device)
+        square = torch.zeros((), dtype=torch.float64, device=self._transport.device)
         for parameter in parameters:
             if parameter.grad is not None and id(parameter) not in skip:
-                square += parameter.grad.double().square().sum()
+                own = local_part(parameter.grad).double().square().sum().to(square.device)
+                square += own if self._peers is None or self._mesh is None else own * self._mesh.share(parameter)
+        if self._peers is not None:
+            self._peers.sum(square).wait()
         return square
+
+    def add_up(self, number: Tensor) -> None:
+        """Replace a number by its sum over all ranks, and over the shards of each."""
+        if self._peers is not None:
+            self._peers.sum(number).wait()
+        if self._transport.mine:
+            self._transport.add([number], range(self._ranks))
 
     def clip(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most ``max_norm``; returns the norm before."""
@@ -164,47 +208,23 @@ class Gradients:
         norm = square.sqrt().float()
         scale = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
         if grads := [p.grad for p in self._parameters() if p.grad is not None]:
-            scale_each(grads, scale)
+            for device in {grad.device for grad in grads}:
+                scale_each([local_part(grad) for grad in grads if grad.device == device], scale.to(device))
         return norm
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in named_parameters(self._stages)]
 
 
-class DataParallel:
-    """Averages gradients over copies of the pipeline, in buckets; in ``reduce_dtype``, if given."""
+def _add_terms(parameter: nn.Parameter) -> None:
+    """If the processes that a parameter is on each have a term of its gradient, add these up.
 
-    def __init__(self, copies: Collective, reduce_dtype: torch.dtype | None = None) -> None:
-        self._copies, self._reduce_dtype = copies, reduce_dtype
-        self._running: list[tuple[Any, Tensor, list[Tensor]]] = []
-
-    def start(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Begin to average these parameters' gradients."""
-        bucket: list[Tensor] = []
-        for parameter in parameters:
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)  # another copy may have one
-            if parameter.grad is not None:
-                full = sum(grad.nbytes for grad in bucket) + parameter.grad.nbytes > BUCKET_BYTES
-                if bucket and (full or bucket[0].dtype != parameter.grad.dtype):
-                    self._reduce(bucket)
-                    bucket = []
-                bucket.append(parameter.grad)
-        if bucket:
-            self._reduce(bucket)
-
-    def _reduce(self, grads: list[Tensor]) -> None:
-        flat = torch.cat([grad.flatten() for grad in grads]).to(self._reduce_dtype or grads[0].dtype)
-        self._running.append((self._copies.sum(flat), flat, grads))
-
-    def finish(self) -> None:
-        """Wait for the averages and copy them into ``.grad``."""
-        for work, flat, grads in self._running:
-            work.wait()
-            flat /= self._copies.size
-            for grad, part in zip(grads, torch.split(flat, [grad.numel() for grad in grads]), strict=True):
-                grad.copy_(part.view_as(grad))
-        self._running.clear()
+    Autograd leaves it so where activations are sharded and the parameter is not, as in sequence parallelism. The
+    optimizer would do this; a norm, or a sum over ranks, of what one process has would be wrong.
+    """
+    grad = parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def float_of(number: Real) -> float:

@@ -19,7 +19,7 @@ from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.step._times import Spans, StreamTimes
 from sternway.pipeline.transport._payload import Payload, pack
 from sternway.pipeline.transport._routes import MessageKey, RankProgram, Receive, Routes, Send
-from sternway.schedule import Action, Schedule
+from sternway.schedule import Action, Schedule, Upkeep
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,9 @@ def run_rank(step: RankStep) -> RankProgram:
     """
     left = dict.fromkeys(step.stages, len(step.microbatches))
     for index, planned in enumerate(step.schedule.actions[step.rank]):
+        if isinstance(planned, Upkeep):
+            _run_upkeep(step, index, planned)
+            continue
         arrived: dict[MessageKey, Payload] = {}
         actions = [action for action in planned.actions if step.training or action.op == "F"]
         for action in actions:
@@ -101,7 +104,22 @@ def _run_action(step: RankStep, action: Action, arrived: dict[MessageKey, Payloa
     return [Send(key, pack(found[key.channel])) for key in step.routes.sent(action)]
 
 
-def _located(step: RankStep, index: int, action: Action, error: Exception) -> PipelineError:
+def _run_upkeep(step: RankStep, index: int, upkeep: Upkeep) -> None:
+    """Gather, free or reduce what a stage has sharded. Without a backward there is nothing to reduce."""
+    start = time.perf_counter()
+    if step.stream_times is not None:
+        step.stream_times.mark()
+        step.stream_times.mark()
+    shards = step.stages[upkeep.stage].shards
+    if shards is not None and (step.training or upkeep.op != "REDUCE_GRAD"):
+        try:
+            shards.run(upkeep.op)
+        except Exception as error:
+            raise _located(step, index, upkeep, error) from error
+    step.times.append((start, time.perf_counter()))
+
+
+def _located(step: RankStep, index: int, action: Action | Upkeep, error: Exception) -> PipelineError:
     return PipelineError(
         f"{action} failed (rank {step.rank}, stage {action.stage}, action {index} of the rank)",
         got=f"{type(error).__name__}: {error}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor
 
 from sternway._torch.amp import found_infinities
 from sternway.errors import PipelineError
-from sternway.pipeline.transport._transport import Transport
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -26,27 +26,26 @@ class GradScaler(torch.amp.GradScaler):
     arguments are torch's, and must be the same on every rank.
     """
 
-    _transport: Transport | None = None
-    _ranks = 0
+    _add_up: Callable[[Tensor], None] | None = None
+    _device = torch.device("cpu")
 
-    def connect(self, transport: Transport, ranks: int) -> None:
-        """Belong to a pipeline; ``Pipeline`` calls this."""
-        self._transport, self._ranks = transport, ranks
+    def connect(self, add_up: Callable[[Tensor], None], device: torch.device) -> None:
+        """Belong to a pipeline, which adds numbers up over its ranks; ``Pipeline`` calls this."""
+        self._add_up, self._device = add_up, device
         self._unscaled: set[int] = set()
-        self.scale(torch.zeros((), device=transport.device))  # torch makes the scale when it is first used
+        self.scale(torch.zeros((), device=device))  # torch makes the scale when it is first used
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, and look whether those of all ranks are finite."""
-        if self._transport is None:
+        if self._add_up is None:
             raise PipelineError("a GradScaler must belong to a pipeline", got="none", fix="pass Pipeline(scaler=…)")
         super().unscale_(optimizer)
         if not self.is_enabled():
             return
         self._unscaled.add(id(optimizer))
         found = found_infinities(self, optimizer)
-        mine: Tensor = sum(found, torch.zeros((), device=self._transport.device))
-        if self._transport.mine:
-            self._transport.add([mine], range(self._ranks))
+        mine: Tensor = sum(found, torch.zeros((), device=self._device))
+        self._add_up(mine)
         for each in found:
             each.copy_(mine)
 
@@ -58,6 +57,6 @@ class GradScaler(torch.amp.GradScaler):
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Change the scale, in the same way on every rank."""
-        if self._transport is not None:
+        if self._add_up is not None:
             self._unscaled.clear()
         super().update(new_scale)

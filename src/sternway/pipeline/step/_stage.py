@@ -23,6 +23,7 @@ from sternway.pipeline.forward._own_loss import loss_of, no_shares
 from sternway.pipeline.forward._part import SHARES, ModelPart
 from sternway.pipeline.step._loss import LossFn, WeighedLoss, not_half
 from sternway.pipeline.step._microbatch import Microbatch
+from sternway.pipeline.step._shards import StageShards
 from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
 from sternway.pipeline.transport._routes import MAIN
 
@@ -50,7 +51,11 @@ class _Graph:
 
 
 class Stage:
-    """F, I, W and B of one stage, one microbatch at a time."""
+    """F, I, W and B of one stage, one microbatch at a time.
+
+    Attributes:
+        shards: what ``fully_shard`` made of the module; None if nothing.
+    """
 
     def __init__(
         self,
@@ -65,6 +70,7 @@ class Stage:
         self._scale = scale
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
         self._saved = saved or nullcontext()
+        self.shards = StageShards.of(module, is_first=index == 0, is_last=is_last)
         if isinstance(module, ModelPart):
             module.uses_own_loss = is_last and loss_fn is None
         self.losses: dict[int, Tensor] = {}
@@ -153,6 +159,7 @@ class Stage:
 
     def backward_input(self, number: int, grads: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         """I: returns the gradients of what was received, by channel. What W needs is kept."""
+        self._wait()
         graph = self._graphs.pop(number)
         outputs, output_grads = self._roots(graph, grads)
         found: dict[str, list[Tensor | None]] = {name: [None] * len(ts) for name, ts in graph.inputs.items()}
@@ -164,17 +171,21 @@ class Stage:
 
     def backward_weight(self, number: int) -> None:
         """W: the weight gradients that I left."""
+        self._wait()
         if (pending := self._pendings.pop(number, None)) is not None:
             with torch.autocast(self._device, enabled=False):
                 pending.run()
+        self._keep_grads()
 
     def backward(self, number: int, grads: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         """B: I and W in one call of the autograd engine, which costs less than two."""
+        self._wait()
         graph = self._graphs.pop(number)
         outputs, output_grads = self._roots(graph, grads)
         if outputs:
             with torch.autocast(outputs[0].device.type, enabled=False):
                 torch.autograd.backward(outputs, output_grads)
+        self._keep_grads()
         return _whole({name: [t.grad for t in tensors] for name, tensors in graph.inputs.items()}, graph.inputs)
 
     def _roots(self, graph: _Graph, grads: dict[str, list[Tensor]]) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -191,6 +202,14 @@ class Stage:
             return [t for t, _ in pairs], [grad for _, grad in pairs]
         return outputs, output_grads
 
+    def _wait(self) -> None:
+        if self.shards is not None:
+            self.shards.wait()
+
+    def _keep_grads(self) -> None:
+        if self.shards is not None:
+            self.shards.keep_grads()
+
     def pending_bytes(self, number: int) -> int:
         """The bytes that wait for W of a microbatch."""
         return self._pendings[number].nbytes if number in self._pendings else 0
@@ -200,6 +219,8 @@ class Stage:
         for held in (self.losses, self.outputs, self._graphs, self._pendings):
             held.clear()
         self._weighed.clear()
+        if self.shards is not None:
+            self.shards.drop()
 
 
 def _changed_in_place(stage: int) -> PipelineError:

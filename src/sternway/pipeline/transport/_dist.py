@@ -20,6 +20,7 @@ from sternway.pipeline.transport._facts import StepFacts
 from sternway.pipeline.transport._groups import ProcessGroups, check_members
 from sternway.pipeline.transport._herald import Herald
 from sternway.pipeline.transport._later import LateGathers, Rows
+from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._messenger import Messenger
 from sternway.pipeline.transport._nccl import NcclCarrier
 from sternway.pipeline.transport._place import check_device, join_processes, one_kind, with_index
@@ -175,8 +176,8 @@ class DistTransport(Transport):
     def crew_apart(self, members: Sequence[int] | None = None) -> Crew:
         return Crew(self._groups.new(members or self._groups.members), self.explain)
 
-    def collective(self, group: Any) -> Collective:
-        return self._groups.of_members(dist.get_process_group_ranks(group), self.device)
+    def collective(self, members: Sequence[int]) -> Collective:
+        return self._groups.of_members(members, self.device)
 
     # Failure
 
@@ -219,21 +220,14 @@ class DistTransport(Transport):
         return Position(self.watch.position().step, key.source, action)
 
 
-def default_transport(mesh: Any, dynamic: bool, heartbeat_timeout: float) -> DistTransport:
+def default_transport(mesh: PipelineMesh | None, dynamic: bool, heartbeat_timeout: float) -> DistTransport:
     """The transport of a pipeline that is given none: over all processes, or over those of a mesh."""
     if mesh is None:
         return DistTransport(dynamic=dynamic, heartbeat_timeout=heartbeat_timeout)
-    if not dist.is_initialized():
-        raise PipelineError("a mesh needs torch.distributed", got="no process group", fix="start with torchrun")
-    names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
-    if "pp" not in names or "dp" not in names:
-        raise PipelineError(
-            'mesh must have the dimensions "dp" and "pp"', got=str(names), fix="pass mesh_dim_names to init_device_mesh"
-        )
     return DistTransport(
-        dist.get_process_group_ranks(mesh.get_group("pp")),
+        mesh.pipeline,
         mesh.device_type,
         dynamic=dynamic,
         heartbeat_timeout=heartbeat_timeout,
-        watched=mesh.mesh.flatten().tolist(),
+        watched=mesh.everyone,
     )

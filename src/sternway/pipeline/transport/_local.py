@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class LocalTransport(Transport):
     def crew_apart(self, members: Sequence[int] | None = None) -> Crew:
         return Crew()
 
-    def collective(self, group: Any) -> Collective:
+    def collective(self, members: Sequence[int]) -> Collective:
         raise PipelineError("a mesh needs one process for each rank", got="LocalTransport()", fix="pass no transport")
 
     def explain(self, error: Exception) -> PipelineError:

@@ -9,7 +9,8 @@ from itertools import chain
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sternway._torch import distributed
 from sternway.errors import PipelineError
@@ -48,7 +49,14 @@ def devices_of(stages: Mapping[int, nn.Module] | nn.Module) -> list[torch.device
     """The devices of the parameters and buffers of some stages, each once."""
     modules = [stages] if isinstance(stages, nn.Module) else [m for m in stages.values() if isinstance(m, nn.Module)]
     tensors = (chain(module.parameters(), module.buffers()) for module in modules)
-    return list(dict.fromkeys(tensor.device for each in tensors for tensor in each))
+    return list(dict.fromkeys(_computes_on(tensor) for each in tensors for tensor in each))
+
+
+def _computes_on(tensor: Tensor) -> torch.device:
+    """The device of a tensor; of a DTensor, that of its mesh: FSDP may keep its shards on the CPU."""
+    if isinstance(tensor, DTensor) and tensor.device.type != tensor.device_mesh.device_type:
+        return with_index(torch.device(tensor.device_mesh.device_type))
+    return tensor.device
 
 
 def check_device(found: Sequence[torch.device], wanted: torch.device | None) -> torch.device | None:

@@ -22,11 +22,6 @@ _FIX = (
 )
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, in the same memory; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def sharded_like(value: Any, like: Tensor) -> Any:
     """A whole tensor, sharded as another one is, if that is a DTensor. Every process must have it whole."""
     if not isinstance(like, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):

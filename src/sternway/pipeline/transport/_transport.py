@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,8 +94,8 @@ class Transport(ABC):
         """The pipeline's processes, or these global ranks, with a group of their own, for use in another thread."""
 
     @abstractmethod
-    def collective(self, group: Any) -> Collective:
-        """The ranks of a process group, for sums that end together with the pipeline."""
+    def collective(self, members: Sequence[int]) -> Collective:
+        """These global ranks, for sums that end together with the pipeline. All of them call it."""
 
     @abstractmethod
     def explain(self, error: Exception) -> PipelineError:

@@ -1,8 +1,9 @@
-"""A timeline for chrome://tracing and ui.perfetto.dev: one track for each rank, and a counter of its memory."""
+"""A timeline for chrome://tracing and ui.perfetto.dev: one track for each rank, a counter of its memory,
+and a track for what its link carries, where stages are sharded."""
 
 import json
 
-from sternway.schedule._action import Overlap
+from sternway.schedule._action import Overlap, Upkeep
 from sternway.schedule._timeline import Event, Timeline
 
 # Chrome's own colour names; Perfetto picks its own by the event's name.
@@ -33,7 +34,14 @@ def to_chrome_trace(timeline: Timeline) -> str:
         events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": rank, "args": label})
         place = {"sort_index": rank}
         events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": place})
-        events += [_slice(event, (rank, event.step) in critical) for event in steps]
+        computing = [event for event in steps if not isinstance(event.action, Upkeep)]
+        events += [_slice(event, (rank, event.step) in critical) for event in computing]
+        if len(computing) < len(steps):
+            track = len(timeline.events) + rank
+            label = {"name": f"rank {rank}: gathers and reductions"}
+            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": label})
+            links = [event for event in steps if isinstance(event.action, Upkeep)]
+            events += [_upkeep(event, track, (rank, event.step) in critical) for event in links]
     for rank, curve in enumerate(timeline.memory):
         for time, level in curve:
             args = {"microbatches": level}
@@ -60,4 +68,19 @@ def _slice(event: Event, critical: bool) -> dict[str, object]:
             "microbatch": [action.microbatch for action in event.action.actions],
             "critical_path": critical,
         },
+    }
+
+
+def _upkeep(event: Event, track: int, critical: bool) -> dict[str, object]:
+    """Return what a link carries as a complete event."""
+    assert isinstance(event.action, Upkeep)
+    return {
+        "ph": "X",
+        "name": str(event.action),
+        "cat": event.action.op,
+        "pid": 0,
+        "tid": track,
+        "ts": event.start * 1e3,
+        "dur": (event.end - event.start) * 1e3,
+        "args": {"stage": [event.action.stage], "critical_path": critical},
     }

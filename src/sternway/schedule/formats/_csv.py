@@ -8,18 +8,21 @@ also has sends, receives, and what torch does with a stage's parameters:
 
 The reader accepts these forms only, and reports the line and column of anything else. torch's reader takes ``2F0junk``
 as 2F0, ``1FOO`` as F without a microbatch, and the older ``0BW0`` as B without a microbatch.
+
+A schedule that has upkeep keeps it in ``compute_comms``; one that has none is written with the upkeep of stages that
+are gathered for the whole step, as torch's runtime wants it.
 """
 
 import re
 from collections.abc import Iterator
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action, Overlap, parse_step
+from sternway.schedule._action import Action, Overlap, Upkeep, parse_step
 from sternway.schedule._schedule import Dialect, Schedule
-from sternway.schedule.formats._transfers import Instruction, Transfer, Upkeep, check_transfers, with_transfers
+from sternway.schedule._upkeep import computed, sharded
+from sternway.schedule.formats._transfers import Instruction, Transfer, check_transfers, with_transfers
 
 _TRANSFER = re.compile(r"(0|[1-9][0-9]*)(SEND_F|RECV_F|SEND_B|RECV_B)(0|[1-9][0-9]*)")
-_UPKEEP = re.compile(r"(0|[1-9][0-9]*)(UNSHARD|RESHARD|REDUCE_GRAD)")
 _OLD = re.compile(r"[0-9]+BW[0-9]+")
 _DIALECTS = ("compute_only", "compute_comms")
 
@@ -42,14 +45,14 @@ def to_csv(schedule: Schedule, dialect: Dialect = "compute_only") -> str:
     """
     _known(dialect)
     if dialect == "compute_only":
-        lines = [",".join(map(str, steps)) for steps in schedule.actions]
+        lines = [",".join(map(str, computed(steps))) for steps in schedule.actions]
     else:
-        m = schedule.n_microbatches
-        lines = [",".join(map(str, _with_upkeep(steps, m))) for steps in with_transfers(schedule)]
+        kept = any(isinstance(step, Upkeep) for steps in schedule.actions for step in steps)
+        lines = [",".join(map(str, steps)) for steps in with_transfers(schedule if kept else sharded(schedule))]
     return "\n".join(lines) + "\n"
 
 
-def from_csv(text: str, *, name: str = "csv", dialect: Dialect | None = None) -> Schedule:
+def from_csv(text: str, *, name: str = "csv", dialect: Dialect | None = None, upkeep: bool = False) -> Schedule:
     """Read the CSV of torch.distributed.pipelining; a stage is placed on the rank that runs it.
 
     Example:
@@ -61,6 +64,7 @@ def from_csv(text: str, *, name: str = "csv", dialect: Dialect | None = None) ->
         text: the content of the file.
         name: the name of the schedule.
         dialect: the dialect to expect; either, if None.
+        upkeep: whether to keep UNSHARD, RESHARD and REDUCE_GRAD, which a schedule has if its stages are sharded.
 
     Returns:
         The schedule, not yet checked: call ``check``. Sends and receives are checked here, because a schedule does
@@ -102,7 +106,8 @@ def from_csv(text: str, *, name: str = "csv", dialect: Dialect | None = None) ->
     if any(isinstance(step, Transfer) for steps in ranks for step in steps) or dialect == "compute_comms":
         check_transfers(ranks, stages)
     placement = [tuple(s for s, r in enumerate(stages) if r == rank) for rank in range(len(ranks))]
-    actions = [tuple(step for step in steps if isinstance(step, Action | Overlap)) for steps in ranks]
+    kinds = (Action, Overlap, Upkeep) if upkeep else (Action, Overlap)
+    actions = [tuple(step for step in steps if isinstance(step, kinds)) for steps in ranks]
     return Schedule(name, n_microbatches, tuple(placement), tuple(actions))
 
 
@@ -126,8 +131,6 @@ def _read(cell: str, where: str, dialect: Dialect | None) -> Instruction:
     step: Instruction
     if match := _TRANSFER.fullmatch(cell):
         step = Transfer(int(match[1]), match[2], int(match[3]))  # type: ignore[arg-type]  # the regex allows only these
-    elif match := _UPKEEP.fullmatch(cell):
-        step = Upkeep(int(match[1]), match[2])  # type: ignore[arg-type]  # the regex allows only these
     elif _OLD.fullmatch(cell):
         raise ScheduleError(
             "a whole backward must be written as B",
@@ -136,10 +139,10 @@ def _read(cell: str, where: str, dialect: Dialect | None) -> Instruction:
         )
     else:
         try:
-            return parse_step(cell)
+            step = parse_step(cell)
         except ScheduleError as error:
             raise ScheduleError(error.rule, got=f"{error.got} at {where}", fix=error.fix) from None
-    if dialect == "compute_only":
+    if dialect == "compute_only" and not isinstance(step, Action | Overlap):
         raise ScheduleError(
             "compute_only must have F, I, W, B and overlapped pairs only",
             got=f"{cell!r} at {where}",
@@ -158,22 +161,3 @@ def _stages(holder: dict[int, int]) -> tuple[int, ...]:
             fix=f"add stage {missing}'s actions, or renumber",
         )
     return tuple(holder[stage] for stage in range(len(holder)))
-
-
-def _with_upkeep(steps: list[Instruction], n_microbatches: int) -> Iterator[Instruction]:
-    """Yield steps with what torch's runtime does before a stage's first and after its last: gather, reduce, release."""
-    left: dict[int, int] = {}
-    for step in steps:
-        actions = step.actions if isinstance(step, Action | Overlap) else ()
-        for action in actions:
-            if action.stage not in left:
-                left[action.stage] = n_microbatches
-                yield Upkeep(action.stage, "UNSHARD")
-        yield step
-        for action in actions:
-            if action.op in "WB":
-                left[action.stage] -= 1
-                if not left[action.stage]:
-                    yield Upkeep(action.stage, "REDUCE_GRAD")
-    for stage in left:
-        yield Upkeep(stage, "RESHARD")

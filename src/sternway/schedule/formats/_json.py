@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action, Overlap, parse_step
+from sternway.schedule._action import Step, parse_step
 from sternway.schedule._schedule import Schedule
 
 _FORMAT = "sternway.schedule/1"
@@ -67,7 +67,7 @@ def from_json(text: str) -> Schedule:
     return Schedule(name, microbatches, placement, tuple(map(tuple, actions)))
 
 
-def _step(cell: str, rank: int, step: int) -> Action | Overlap:
+def _step(cell: str, rank: int, step: int) -> Step:
     """Read one action, or raise ScheduleError with its position."""
     try:
         return parse_step(cell)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sternway.schedule._action import Overlap
+from sternway.schedule._action import Overlap, Upkeep
 from sternway.schedule._timeline import Timeline
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ def lane_run(
     critical = {(event.rank, event.step) for event in timeline.critical_path}
     events = []
     for event in (event for rank in timeline.events for event in rank):
+        if isinstance(event.action, Upkeep):  # beside the computation, which is what the page shows
+            continue
         first, places = event.action.actions[0], timeline.schedule.placement[event.rank]
         events.append(
             LaneEvent(

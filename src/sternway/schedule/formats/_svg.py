@@ -7,28 +7,39 @@
             ▁▂▃▄▅▅▅▅▄▃▂▁        what each rank keeps
 
 The colours are those of Okabe and Ito, which colour-blind people can tell apart. No meaning depends on colour alone:
-each box has a tooltip with the action's name, and memory lines differ in their dashes.
+each box has a tooltip with the action's name, and memory lines differ in their dashes. What a rank's link gathers and
+reduces is a thin bar at the foot of its row.
 """
 
 import math
 from collections.abc import Iterator
 from html import escape
 
-from sternway.schedule._action import Overlap
+from sternway.schedule._action import Overlap, Upkeep
 from sternway.schedule._timeline import Event, Timeline
 
-_FILL = {"F": "#56B4E9", "I": "#E69F00", "W": "#009E73", "B": "#D55E00", "+": "#CC79A7"}
+_FILL = {
+    "F": "#56B4E9",
+    "I": "#E69F00",
+    "W": "#009E73",
+    "B": "#D55E00",
+    "+": "#CC79A7",
+    "UNSHARD": "#0072B2",
+    "REDUCE_GRAD": "#000000",
+}
 _MEANING = {
     "F": "forward",
     "I": "input gradient",
     "W": "weight gradient",
     "B": "whole backward",
     "+": "overlapped",
+    "UNSHARD": "gathers parameters",
+    "REDUCE_GRAD": "reduces gradients",
 }
 _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
 _LEFT, _RIGHT, _TOP = 64, 44, 66
-_ROW, _BOX = 28, 24
+_ROW, _BOX, _LINK = 28, 24, 5
 _MEMORY = 110
 _BOX_WIDTH = 24  # of an action of median length
 _WIDEST = 6000
@@ -38,7 +49,12 @@ class _Axes:
     """Coordinates: times to x, ranks to y, memory to y."""
 
     def __init__(self, timeline: Timeline) -> None:
-        lengths = sorted(e.end - e.start for events in timeline.events for e in events if e.end > e.start)
+        lengths = sorted(
+            e.end - e.start
+            for events in timeline.events
+            for e in events
+            if e.end > e.start and not isinstance(e.action, Upkeep)
+        )
         median = lengths[len(lengths) // 2] if lengths else 1.0
         self.span = timeline.makespan or 1.0
         self.scale = min(_BOX_WIDTH / median, _WIDEST / self.span)
@@ -92,11 +108,11 @@ def _heading(timeline: Timeline) -> Iterator[str]:
     yield '<rect width="100%" height="100%" fill="#fff"/>'
     yield f'<text x="8" y="20" font-size="15" font-weight="600">{escape(title)}'
     yield f'<tspan font-size="12" font-weight="400" fill="#444" dx="12">{numbers}</tspan></text>'
-    used = {_kind(event) for events in timeline.events for event in events}
+    used = {_kind(event) for events in timeline.events for event in events if event.end > event.start}
     x = float(_LEFT)
     for kind in (kind for kind in _FILL if kind in used):
         yield f'<rect x="{x:.0f}" y="34" width="14" height="14" rx="2" fill="{_FILL[kind]}"/>'
-        label = f"{kind}  {_MEANING[kind]}" if kind != "+" else _MEANING[kind]
+        label = f"{kind}  {_MEANING[kind]}" if len(kind) == 1 and kind != "+" else _MEANING[kind]
         yield f'<text x="{x + 20:.0f}" y="46">{label}</text>'
         x += 36 + 6.4 * len(label)
     if s.stages_per_rank > 1:
@@ -111,7 +127,11 @@ def _ranks(timeline: Timeline, page: _Axes) -> Iterator[str]:
         length = page.span * page.scale
         yield f'<rect x="{_LEFT}" y="{top}" width="{length:.1f}" height="{_BOX}" fill="#f2f2f2"/>'
         for event in events:
-            yield _box(timeline, page, event, top)
+            if not isinstance(event.action, Upkeep):
+                yield _box(timeline, page, event, top)
+        for event in events:
+            if isinstance(event.action, Upkeep) and event.end > event.start:
+                yield _bar(page, event, top)
 
 
 def _box(timeline: Timeline, page: _Axes, event: Event, top: float) -> str:
@@ -130,6 +150,16 @@ def _box(timeline: Timeline, page: _Axes, event: Event, top: float) -> str:
     if width >= 6.5 * len(label) + 2:
         box += f'<text x="{x + width / 2:.2f}" y="{top + 16}" text-anchor="middle">{label}</text>'
     return box + "</g>"
+
+
+def _bar(page: _Axes, event: Event, top: float) -> str:
+    """What the link of a rank carries."""
+    x, width = page.x(event.start), (event.end - event.start) * page.scale
+    tip = f"{event.action}: {event.start:g} to {event.end:g}"
+    return (
+        f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{top + _BOX - _LINK}" width="{width:.2f}" '
+        f'height="{_LINK}" fill="{_FILL[_kind(event)]}"/></g>'
+    )
 
 
 def _time_axis(timeline: Timeline, page: _Axes) -> Iterator[str]:

@@ -4,16 +4,24 @@ rank 0 |F0 F1 .     B0--- F2 B1--- .  B2--- |
 rank 1 |.  F0 B0--- F1 B1--- F2 B2--- .     |
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action, Overlap
+from sternway.schedule._action import Action, Overlap, Upkeep
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._timeline import Event, Timeline
 
 # 256-colour backgrounds close to those of Okabe and Ito, which colour-blind people can tell apart.
-_ANSI = {"F": "48;5;74", "I": "48;5;179", "W": "48;5;36", "B": "48;5;173", "+": "48;5;175"}
+_ANSI = {
+    "F": "48;5;74",
+    "I": "48;5;179",
+    "W": "48;5;36",
+    "B": "48;5;173",
+    "+": "48;5;175",
+    "U": "48;5;67",
+    "R": "48;5;250",
+}
 _WIDEST = 400
 _LINES, _LINE = 16, 100
 
@@ -77,7 +85,8 @@ def draw(timeline: Timeline, *, color: bool = False, width: int | None = None) -
         rank 1 |.  F0 I0 F1 I1 W0 W1 |
 
     Each action is its op and microbatch, then dashes until it ends. ``F'0`` is of the rank's second stage, ``F''0`` of
-    its third. A dot is idle time. ``+`` is an overlapped pair, with the microbatch of its forward.
+    its third. A dot is idle time. ``+`` is an overlapped pair, with the microbatch of its forward. Where stages are
+    sharded, a second line has what the rank's link does: ``U`` gathers a stage, ``R`` reduces its gradients.
 
     Args:
         timeline: the timeline.
@@ -95,10 +104,12 @@ def draw(timeline: Timeline, *, color: bool = False, width: int | None = None) -
     # Numbers stay if only a few labels lose the space behind them.
     numbers = scale >= 0.7 * needed
     lines = [_title(timeline)]
-    lines += [
-        f"{f'rank {rank}':<{head - 2}} |{_line(timeline, events, scale, numbers, color)}|"
-        for rank, events in enumerate(timeline.events)
-    ]
+    for rank, events in enumerate(timeline.events):
+        computing = [event for event in events if not isinstance(event.action, Upkeep)]
+        links = [event for event in events if isinstance(event.action, Upkeep) and event.end > event.start]
+        lines.append(f"{f'rank {rank}':<{head - 2}} |{_line(timeline, computing, scale, numbers, color)}|")
+        if links:
+            lines.append(f"{'link':<{head - 2}} |{_line(timeline, links, scale, numbers, color)}|")
     return "\n".join(lines)
 
 
@@ -122,16 +133,18 @@ def _scale(timeline: Timeline) -> float:
 
 def _label(timeline: Timeline, rank: int, event: Event) -> str:
     action = event.action
+    if isinstance(action, Upkeep):
+        return f"{action.op[0]}{_local(timeline, rank, action)}"
     if isinstance(action, Overlap):
         return f"+{_local(timeline, rank, action.forward)}{action.forward.microbatch}"
     return f"{action.op}{_local(timeline, rank, action)}{action.microbatch}"
 
 
-def _local(timeline: Timeline, rank: int, action: Action) -> str:
+def _local(timeline: Timeline, rank: int, action: Action | Upkeep) -> str:
     return "'" * timeline.schedule.placement[rank].index(action.stage)
 
 
-def _line(timeline: Timeline, events: tuple[Event, ...], scale: float, numbers: bool, color: bool) -> str:
+def _line(timeline: Timeline, events: Sequence[Event], scale: float, numbers: bool, color: bool) -> str:
     """Return one rank's line: labels where they fit, dots where the rank is idle."""
     cells: list[str] = []
     at = 0

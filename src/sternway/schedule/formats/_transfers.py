@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action, Overlap
+from sternway.schedule._action import Action, Overlap, Upkeep
 from sternway.schedule._check import check
 from sternway.schedule._depends import feeds, needs, run, step_number
 from sternway.schedule._schedule import Schedule
 
 TransferOp: TypeAlias = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
-UpkeepOp: TypeAlias = Literal["UNSHARD", "RESHARD", "REDUCE_GRAD"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +45,6 @@ class Transfer:
         up = sends == (what == "F")  # a sent activation and a received gradient have their other side one stage up
         op = f"{'RECV' if sends else 'SEND'}_{what}"
         return Transfer(self.stage + (1 if up else -1), op, self.microbatch)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True)
-class Upkeep:
-    """An operation of torch's runtime on a stage's parameters or gradients: ``0UNSHARD``, ``0REDUCE_GRAD``."""
-
-    stage: int
-    op: UpkeepOp
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.op}"
 
 
 Instruction: TypeAlias = Action | Overlap | Transfer | Upkeep

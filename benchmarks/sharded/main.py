@@ -1,0 +1,311 @@
+"""Training steps of a pipeline of FSDP2 stages, by torch.distributed.pipelining's schedules and by ours, in one run.
+
+    python benchmarks/sharded/main.py [--device cuda] [--dim 2048] [--rounds N] [--steps N] [--json]
+
+Four processes: pp=2 × dp_shard=2. Eight GPT blocks, each sharded by ``fully_shard`` with float32 parameters that are
+gathered in bfloat16 and reduced in float32; eight microbatches of 4 × 512 tokens for each of the two shards' data. On a
+GPU, which the processes share as small GPUs (``tests/small_gpus.py``), over NCCL; else gloo, and small.
+
+Each round times each row in turn: some steps that follow each other, of a pipeline that is built for that and closed
+afterwards. A step is forward and backward of the batch with its reductions; gradients are set to None after it. Peak
+memory is the largest of any process while the steps are timed. Rows must agree in the norm of their gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import schedules as torchs
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "zoo"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from models import gpt
+
+from gloo import free_port, join_group
+from small_gpus import become_small_gpu, mps
+from sternway import pipeline, schedule
+
+PIPELINE, SHARDS, BLOCKS, MICROBATCHES, WARM_UP = 2, 2, 8, 8, 2
+LOOPED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
+TORCH = (*LOOPED, "ScheduleZBVZeroBubble")
+OURS = ("1f1b", "interleaved-1f1b", "zb-h2", "zb-v", "auto")
+SAME = 0.02  # bfloat16
+
+Step = Callable[[Tensor, Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and on what."""
+
+    device: str
+    dim: int
+    rows: int  # of a microbatch
+    length: int
+    rounds: int
+    steps: int  # in one timing
+
+    def blocks(self) -> nn.Sequential:
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            return gpt(self.dim, BLOCKS, heads=max(2, self.dim // 128))
+
+    def batch(self, copy: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(1 + copy)
+        shape = MICROBATCHES * self.rows, self.length, self.dim
+        x, target = (torch.randn(shape, device=self.device) for _ in range(2))
+        return x, target
+
+
+def shard(stage: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh) -> None:
+    """As torchtitan shards stages of a pipeline: every block, and what is left; nothing is freed after a forward."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    if isinstance(stage, nn.Sequential):
+        fully_shard(stage, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output.float(), target)
+
+
+Row = Callable[[], AbstractContextManager[tuple[Step, list[nn.Parameter]]]]
+"""Builds a pipeline, gives its step and its parameters, and closes it."""
+
+
+@contextmanager
+def torch_row(name: str, mesh: DeviceMesh, case: Case) -> Iterator[tuple[Step, list[nn.Parameter]]]:
+    """By a schedule of torch's."""
+    rank = mesh.get_local_rank("pp")
+    mine = [rank, rank + PIPELINE] if name in LOOPED else [rank, 2 * PIPELINE - 1 - rank]
+    count, blocks = 2 * PIPELINE, list(case.blocks())
+    size, device = BLOCKS // count, torch.device(case.device, 0) if case.device == "cuda" else torch.device("cpu")
+    parts = [nn.Sequential(*blocks[i * size : (i + 1) * size]) for i in mine]
+    for part in parts:
+        shard(part, list(part), mesh["dp_shard"])
+    stages = [
+        pipelining.PipelineStage(part, i, count, device, group=mesh.get_group("pp"))
+        for i, part in zip(mine, parts, strict=True)
+    ]
+    plan = getattr(torchs, name)(stages, MICROBATCHES, loss_fn=loss_fn)
+    del blocks
+
+    def step(x: Tensor, target: Tensor) -> None:
+        arguments = (x,) if 0 in mine else ()
+        options: dict[str, Any] = {"target": target, "losses": []} if count - 1 in mine else {}
+        plan.step(*arguments, **options)
+
+    yield step, [parameter for part in parts for parameter in part.parameters()]
+
+
+@dataclass
+class OurRow:
+    """By a schedule of ours; "auto" keeps what it found in the first round."""
+
+    name: str
+    mesh: DeviceMesh
+    case: Case
+    found: schedule.Schedule | None = None
+
+    @contextmanager
+    def build(self) -> Iterator[tuple[Step, list[nn.Parameter]]]:
+        x, target = self.case.batch(0)
+        wanted = self.found or self.name
+        pipe = pipeline.Pipeline(
+            self.case.blocks(), schedule=wanted, n_microbatches=MICROBATCHES, loss_fn=loss_fn, mesh=self.mesh,
+            sample=x[: self.case.rows], sample_target=target[: self.case.rows],
+            shard=lambda stage: shard(stage, list(stage.children()), self.mesh["dp_shard"]),
+        )  # fmt: skip
+        self.found = schedule.sharded(pipe.schedule, stages=())
+        with closing(pipe):
+            yield lambda x, target: pipe.step(x, target=target, record=False), list(pipe.parameters())
+
+
+@contextmanager
+def counting() -> Iterator[dict[str, int]]:
+    """Counts the bytes that FSDP gathers and reduces."""
+    counts = {"all_gather_into_tensor": 0, "reduce_scatter_tensor": 0}
+    before = {name: getattr(dist, name) for name in counts}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            counts[name] += max(tensor.nbytes for tensor in tensors)  # of the whole, not of one shard
+            return before[name](*args, **kwargs)
+
+        return call
+
+    for name in counts:
+        setattr(dist, name, counted(name))
+    try:
+        yield counts
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+def run(rank: int, port: int, case: Case, shared: dict[str, str], names: list[list[str]], results: Any) -> None:
+    world = PIPELINE * SHARDS
+    if case.device == "cuda":
+        become_small_gpu(rank, world, port, "both", shared, timeout=900)
+    else:
+        join_group(rank, world, port)
+    mesh = init_device_mesh(case.device, (PIPELINE, SHARDS), mesh_dim_names=("pp", "dp_shard"))
+    found = measure(rank, mesh, case, *names)
+    if rank == 0:
+        results.put(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(rank: int, mesh: DeviceMesh, case: Case, theirs: list[str], ours: list[str]) -> dict[str, dict[str, Any]]:
+    x, target = case.batch(mesh.get_local_rank("dp_shard"))
+    together = dist.new_group(backend="gloo")
+    rows: dict[str, Row] = {
+        "torch " + name.removeprefix("Schedule"): functools.partial(torch_row, name, mesh, case) for name in theirs
+    }
+    rows |= {"sternway " + name: OurRow(name, mesh, case).build for name in ours}
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in rows}
+    for _ in range(case.rounds):
+        for name, row in rows.items():
+            gc.collect()
+            if case.device == "cuda":
+                torch.cuda.empty_cache()
+            with row() as (step, parameters):
+                note = functools.partial(_note, found[name], together)
+                for _ in range(WARM_UP):
+                    _drop(parameters)
+                    step(x, target)
+                note("norm", _square(parameters), sum_up=True)
+                _time(case, step, x, target, parameters, note, together)
+            if rank == 0:
+                last = {what: values[-1] for what, values in found[name].items()}
+                sys.stderr.write(f"{name}: {last}\n")
+    _check(found)
+    medians = {name: {what: statistics.median(values) for what, values in each.items()} for name, each in found.items()}
+    return {name: {**medians[name], "all_ms": found[name]["ms"]} for name in found}
+
+
+def _time(
+    case: Case,
+    step: Step,
+    x: Tensor,
+    target: Tensor,
+    parameters: list[nn.Parameter],
+    note: Callable[..., None],
+    together: Any,
+) -> None:
+    on_gpu = case.device == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    with counting() as counts:
+        dist.barrier(together)
+        start = time.perf_counter()
+        for _ in range(case.steps):
+            _drop(parameters)
+            step(x, target)
+        if on_gpu:
+            torch.cuda.synchronize()
+        dist.barrier(together)
+        note("ms", 1e3 * (time.perf_counter() - start) / case.steps)
+    note("peak_gib", torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0)
+    note("gathered_mib", counts["all_gather_into_tensor"] / case.steps / 2**20)
+    note("reduced_mib", counts["reduce_scatter_tensor"] / case.steps / 2**20)
+
+
+def _note(into: dict[str, list[float]], together: Any, what: str, value: float, sum_up: bool = False) -> None:
+    """Note the largest of all processes, or their sum."""
+    number = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(number, dist.ReduceOp.SUM if sum_up else dist.ReduceOp.MAX, group=together)
+    into.setdefault(what, []).append(float(number))
+
+
+def _drop(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _square(parameters: list[nn.Parameter]) -> float:
+    grads = [parameter.grad for parameter in parameters]
+    assert all(isinstance(grad, DTensor) for grad in grads), "every parameter has a sharded gradient"
+    return float(sum(grad.to_local().double().square().sum() for grad in grads if isinstance(grad, DTensor)))
+
+
+def _check(found: dict[str, dict[str, list[float]]]) -> None:
+    """Raise if rows computed different gradients."""
+    norms = {name: each["norm"][0] for name, each in found.items()}
+    middle = statistics.median(norms.values())
+    wrong = {name: norm for name, norm in norms.items() if abs(norm / middle - 1) > SAME}
+    assert not wrong, f"gradients differ from the others', whose squared norm is {middle}: {wrong}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--dim", type=int, default=None)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="steps that follow each other in one timing")
+    parser.add_argument("--ours", default=",".join(OURS))
+    parser.add_argument("--torchs", default=",".join(TORCH))
+    arguments = parser.parse_args()
+    on_gpu = arguments.device == "cuda"
+    case = Case(
+        arguments.device, arguments.dim or (2048 if on_gpu else 64), 4 if on_gpu else 2, 512 if on_gpu else 16,
+        arguments.rounds, arguments.steps,
+    )  # fmt: skip
+    context = mp.get_context("spawn")
+    results = context.SimpleQueue()
+    port, shared = free_port(), mps() if on_gpu else {}
+    names = [[name for name in text.split(",") if name] for text in (arguments.torchs, arguments.ours)]
+    processes = [
+        context.Process(target=run, args=(rank, port, case, shared, names, results))
+        for rank in range(PIPELINE * SHARDS)
+    ]
+    for process in processes:
+        process.start()
+    rows = results.get()
+    for process in processes:
+        process.join()
+    if arguments.json:
+        print(json.dumps({"torch": torch.__version__, "case": vars(case), "rows": rows}))
+    else:
+        print_table(rows, case)
+
+
+def print_table(rows: dict[str, dict[str, Any]], case: Case) -> None:
+    print(f"torch {torch.__version__}, d={case.dim}, {case.rounds} rounds of {case.steps} steps on {case.device}\n")
+    print("| | step, ms | peak, GiB | gathered, MiB | reduced, MiB |")
+    print("| --- | --- | --- | --- | --- |")
+    for name, row in rows.items():
+        cells = f"{row['ms']:.1f} | {row['peak_gib']:.2f} | {row['gathered_mib']:.1f} | {row['reduced_mib']:.1f}"
+        print(f"| {name} | {cells} |")
+    best = {who: min((r["ms"] for n, r in rows.items() if n.startswith(who)), default=0.0) for who in ("torch", "ster")}
+    if all(best.values()):
+        print(f"\n**ours over torch's best: {best['torch'] / best['ster']:.2f}**")
+
+
+if __name__ == "__main__":
+    main()
