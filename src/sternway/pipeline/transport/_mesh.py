@@ -97,7 +97,7 @@ class PipelineMesh:
             if not placement.is_replicate():
                 index = tuple(slice(None) if each == dim else at for each, at in enumerate(place))
                 ranks = set(mesh.mesh[index].flatten().tolist())
-                found |= {name for name in self.names if name != self._pp and ranks >= set(self.along([name]))}
+                found |= {name for name in self._others if ranks >= set(self.along([name]))}
         return found
 
     def averaged(self, parameter: Tensor, by_fsdp: bool) -> tuple[str, ...]:
