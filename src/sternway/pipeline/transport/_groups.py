@@ -78,14 +78,15 @@ class ProcessGroups:
     def new(self, members: Sequence[int]) -> Any:
         """A new gloo group of these global ranks. If that is not all processes, only its members make it.
 
-        torch names such a group after its members, and a new group of the same name finds in the store what the old one
-        left there. So these groups are not destroyed while the process runs.
+        torch names such a group after its members and the number of groups there are, and a new group of the same name
+        finds in the store what the old one left there. So the groups of a pipeline on a part of the processes are not
+        destroyed while the process runs.
         """
-        before = _sockets.opened()
-        some = len(members) < dist.get_world_size()
+        before, world = _sockets.opened(), dist.get_world_size()
+        some = len(members) < world
         timeout = timedelta(seconds=self._timeout)
         group = dist.new_group(list(members), timeout, "gloo", use_local_synchronization=some)
-        if not some:
+        if len(self.members) == world:
             self._disposable.append(group)
         self._sockets |= _sockets.opened() - before
         return group
