@@ -198,16 +198,15 @@ class Checkpoints:
             run = read_run(path, manifest)
             description = read_description(path / METADATA, manifest.files)
             state = OptimizerState(values=run["values"], options=run["options"])
+            wanted: dict[str, Tensor | None] = {f"model.{name}": value for name, value in self._model().items()}
             fields: dict[str, list[str]] = {}
-            known: list[str] = []
             if optimizer is not None:
                 _optimizer_state.take(optimizer, self._names())  # raises if a parameter is unknown
-                known = [_optimizer_state.known_name(name, state, self._ties) for name in self._names().values()]
-                fields = {name: run["fields"][name] for name in known}
-            wanted: dict[str, Tensor | None] = {f"model.{name}": value for name, value in self._model().items()}
-            like = {saved: wanted.get(f"model.{own}") for own, saved in zip(self._names().values(), known, strict=True)}
-            for name, keys in fields.items():
-                wanted |= {f"{STATE}.{name}.{key}": None if key == "step" else like[name] for key in keys}
+                for name in self._names().values():
+                    saved = _optimizer_state.known_name(name, state, self._ties)
+                    fields[saved] = run["fields"][saved]
+                    like = wanted.get(f"model.{name}")
+                    wanted |= {f"{STATE}.{saved}.{key}": None if key == "step" else like for key in fields[saved]}
             loaded = read(CheckpointReader(path, manifest.files), description, wanted)
             _check_shapes(self._model(), loaded)
             state.tensors = {

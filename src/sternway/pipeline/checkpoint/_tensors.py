@@ -122,7 +122,8 @@ def _problem(found: Any, files: Mapping[str, Any]) -> str:
     if not isinstance(found, Metadata):
         return f"a {type(found).__name__}"
     for name, entry in found.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
+        of_other_programs = isinstance(entry, BytesStorageMetadata) and name.startswith("optimizer.")
+        if not isinstance(entry, TensorStorageMetadata) and not of_other_programs:
             return f"a {type(entry).__name__} for {name}"
     for index, place in found.storage_data.items():
         if place.relative_path not in files or place.transform_descriptors:
