@@ -36,7 +36,7 @@ WHOLE_CALL = "_compiled_call_impl"
 
 def whole_call(module: nn.Module) -> Callable[..., Any]:
     """A module's forward together with its hooks."""
-    return module._compiled_call_impl or module._call_impl  # type: ignore[no-any-return]  # torch leaves it untyped
+    return module._compiled_call_impl or module._call_impl
 
 
 def is_innermost(mode: TorchFunctionMode) -> bool:

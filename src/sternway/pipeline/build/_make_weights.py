@@ -45,7 +45,7 @@ def make_weights(model: nn.Module, init: Init | None = None, *, seed: int | None
         for name in names:
             owner, _, short = name.rpartition(".")
             wanted.setdefault(owner, []).append(short)
-        found = {}
+        found: dict[str, Tensor] = {}
         for owner, shorts in wanted.items():
             made = _made(model.get_submodule(owner), owner, init, base)
             found |= {f"{owner}.{short}" if owner else short: made[short] for short in shorts}

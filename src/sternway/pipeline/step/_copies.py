@@ -40,7 +40,7 @@ class Copies:
         for _, _, parameter in named:
             times = mesh.summed(parameter, id(parameter) in self._by_fsdp)
             if times > 1 and parameter.requires_grad:  # a hook: .grad may have what earlier steps left there
-                parameter.register_hook(partial(torch.mul, 1 / times))
+                parameter.register_hook(partial(torch.mul, 1 / times))  # type: ignore[no-untyped-call]  # torch
         found = {self._dims(parameter) for _, _, parameter in named}
         ways = sorted(dims for dims in found if dims)  # so that all processes make them in the same order
         self._averages = {dims: DataParallel(collective(mesh.along(dims)), reduce_dtype) for dims in ways}
