@@ -20,6 +20,12 @@ from sternway import schedule
 from sternway.pipeline import Pipeline
 
 DIM, MICROBATCHES = 8, 4
+# What FSDP calls in newer torch, and in older.
+GATHER_REDUCE = (
+    ("all_gather_single", "reduce_scatter_single")
+    if hasattr(dist, "all_gather_single")
+    else ("all_gather_into_tensor", "reduce_scatter_tensor")
+)
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 
 Shard = Callable[[nn.Module, DeviceMesh], None]
@@ -72,7 +78,7 @@ def as_a_group(stage: nn.Module, mesh: DeviceMesh) -> None:
 @contextmanager
 def counting() -> Iterator[dict[str, int]]:
     """Counts the collectives of FSDP."""
-    counts = dict.fromkeys(("all_gather_into_tensor", "reduce_scatter_tensor"), 0)
+    counts = dict.fromkeys(GATHER_REDUCE, 0)
     before = {name: getattr(dist, name) for name in counts}
 
     def counted(name: str) -> Callable[..., Any]:
@@ -105,15 +111,18 @@ def build(mesh: DeviceMesh, plan: schedule.Schedule, shard: Shard, **options: An
     return Pipeline(held, schedule=plan, loss_fn=F.mse_loss, mesh=mesh, **options), reference
 
 
-def step(pipe: Pipeline, reference: nn.Module, copy: int, what: str, **close: float) -> None:
+def step(pipe: Pipeline, reference: nn.Module, copy: int, what: str, **close: float) -> dict[str, int]:
+    """A step of both, compared; returns how many collectives FSDP made."""
     x, target = batch(4 * MICROBATCHES, pipe.transport.device.type)
-    result = pipe.step(x.chunk(2)[copy], target=target.chunk(2)[copy])
+    with counting() as counts:
+        result = pipe.step(x.chunk(2)[copy], target=target.chunk(2)[copy])
     F.mse_loss(reference(x), target).backward()
     for index, stage in pipe.stages.items():
         assert_same(stage.module, reference[index], what, **close)
     timeline = result.timeline
     assert timeline is not None
     assert [[event.action for event in row] for row in timeline.events] == [list(row) for row in pipe.schedule.actions]
+    return counts
 
 
 def every_schedule(rank: int, device: str) -> None:
@@ -134,29 +143,30 @@ def every_schedule(rank: int, device: str) -> None:
         assert pipe.schedule == schedule.sharded(plan)
         torch.manual_seed(1)
         for number in range(2):  # gradients add up over steps, too
-            with counting() as counts:
-                step(pipe, reference, copy, f"{name}, {shard.__name__}, step {number}")
+            counts = step(pipe, reference, copy, f"{name}, {shard.__name__}, step {number}")
             wanted = units * len(pipe.stages)  # each unit of each stage once, whatever the microbatches
-            assert counts == {"all_gather_into_tensor": wanted, "reduce_scatter_tensor": wanted}
+            assert tuple(counts.values()) == (wanted, wanted), f"{counts}, {name}"
         with torch.no_grad():
             x, target = batch(4 * MICROBATCHES, device)
             theirs = F.mse_loss(reference(x.chunk(2)[copy]), target.chunk(2)[copy])
         with counting() as counts:
             ours = pipe.evaluate(x.chunk(2)[copy], target=target.chunk(2)[copy]).loss
         torch.testing.assert_close(ours, theirs)
-        assert counts == {"all_gather_into_tensor": wanted, "reduce_scatter_tensor": 0}
+        assert tuple(counts.values()) == (wanted, 0)
         pipe.close()
 
 
 def optimizers(rank: int, device: str) -> None:
-    """Three steps of AdamW with clipped gradients, taken at once or on trial."""
+    """Three optimizer steps with clipped gradients, taken at once or on trial."""
     mesh = make_mesh(device)
     copy = mesh.get_local_rank("dp_shard")
     plan = schedule.make("zb-h1", ranks=2, microbatches=MICROBATCHES)
     for trial in (False, True):
         pipe, reference = build(mesh, plan, blocks_alone if trial else every_block)
-        mine = torch.optim.AdamW(pipe.parameters(), 1e-2, foreach=False)  # plain and sharded parameters together
-        theirs = torch.optim.AdamW(reference.parameters(), 1e-2)
+        mine = torch.optim.SGD(
+            pipe.parameters(), 0.1, momentum=0.9, foreach=False
+        )  # plain and sharded parameters together
+        theirs = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
         torch.manual_seed(1)
         for max_norm in (1e-2, 1e3, 1e-2):
             x, target = batch(4 * MICROBATCHES, device)
@@ -186,7 +196,7 @@ def policies(rank: int, device: str) -> None:
     for name, options in [
         ("zb-h1", {"mp_policy": mixed}),
         ("1f1b", {"mp_policy": mixed}),
-        ("zb-v", {"mp_policy": low}),
+        ("1f1b", {"mp_policy": low}),
         ("zb-h1", {"offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda")}),
     ]:
         plan = schedule.make(name, ranks=2, microbatches=MICROBATCHES)
@@ -208,6 +218,6 @@ def policies(rank: int, device: str) -> None:
                 y = stage(y)
             (F.mse_loss(y.to(goal.dtype), goal) / MICROBATCHES).backward()
         for index, stage in pipe.stages.items():
-            assert_same(stage.module, alone[index], f"{name}, {options}", rtol=2e-2, atol=1e-4)
+            assert_same(stage.module, alone[index], f"{name}, {options}", rtol=1e-4, atol=1e-6)
             assert all(p.grad.dtype == torch.float32 for p in stage.module.parameters() if p.grad is not None)
         pipe.close()

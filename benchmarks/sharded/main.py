@@ -37,11 +37,12 @@ from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "zoo"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from models import gpt
 
 from gloo import free_port, join_group
+from sharded_cases import GATHER_REDUCE
 from small_gpus import become_small_gpu, mps
 from sternway import pipeline, schedule
 
@@ -145,7 +146,7 @@ class OurRow:
 @contextmanager
 def counting() -> Iterator[dict[str, int]]:
     """Counts the bytes that FSDP gathers and reduces."""
-    counts = {"all_gather_into_tensor": 0, "reduce_scatter_tensor": 0}
+    counts = dict.fromkeys(GATHER_REDUCE, 0)
     before = {name: getattr(dist, name) for name in counts}
 
     def counted(name: str) -> Callable[..., Any]:
@@ -231,8 +232,9 @@ def _time(
         dist.barrier(together)
         note("ms", 1e3 * (time.perf_counter() - start) / case.steps)
     note("peak_gib", torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0)
-    note("gathered_mib", counts["all_gather_into_tensor"] / case.steps / 2**20)
-    note("reduced_mib", counts["reduce_scatter_tensor"] / case.steps / 2**20)
+    gathered, reduced = counts.values()
+    note("gathered_mib", gathered / case.steps / 2**20)
+    note("reduced_mib", reduced / case.steps / 2**20)
 
 
 def _note(into: dict[str, list[float]], together: Any, what: str, value: float, sum_up: bool = False) -> None:
@@ -286,6 +288,12 @@ def main() -> None:
     ]
     for process in processes:
         process.start()
+    while results.empty() and not any(process.exitcode for process in processes):
+        time.sleep(0.1)
+    if results.empty():
+        for process in processes:
+            process.kill()
+        raise SystemExit("a process has failed: see above")
     rows = results.get()
     for process in processes:
         process.join()

@@ -147,9 +147,9 @@ def test_it_is_drawn():
     assert t.draw() == (
         "1f1b: 2 ranks, 2 microbatches; makespan 12, bubble rate 45.5%, peak memory 2\n"
         "rank 0 |.  F0 F1 .     B0--- .  B1--- .     |\n"
-        "link   |U  .                          R---- |\n"
+        "link   |U- .                          R---- |\n"
         "rank 1 |.     F0 B0--- F1 B1--- .           |\n"
-        "link   |U  .                    R---- .     |"
+        "link   |U- .                    R---- .     |"
     )
     svg = t.to_svg()
     assert "1REDUCE_GRAD: 8 to 10" in svg

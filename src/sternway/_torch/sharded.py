@@ -10,6 +10,7 @@ torch.distributed.pipelining reaches into FSDP in the same places, to reduce aft
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,11 +19,8 @@ from torch import Tensor, nn
 
 from sternway._torch.probe import probe
 
-Before = Callable[[nn.Module, Any, Any], tuple[Any, Any]]
-"""Called with a module, its arguments and its keyword arguments; returns both."""
-
-After = Callable[[nn.Module, Any], Any]
-"""Called with a module and its output; returns the output."""
+Around = Callable[[nn.Module, Callable[..., Any], Any, Any], Any]
+"""Called with a module, its forward, and the arguments and keyword arguments of that; returns what it returns."""
 
 
 class FsdpUnit:
@@ -54,18 +52,22 @@ class FsdpUnit:
         """Its parameters, as they are while not gathered."""
         return [parameter.sharded_param for parameter in self._parameters]
 
-    def command(self, commanded: Callable[[], bool], before: Before, after: After) -> None:
-        """From now on, whenever ``commanded`` says so, run these in place of FSDP's hooks around its modules' forwards.
+    @property
+    def is_called(self) -> bool:
+        """Whether its modules have forwards, and are not mere containers."""
+        return all(type(module).forward is not nn.Module.forward for module in self.modules)
 
-        They are where FSDP's own were, among other hooks of the modules.
-        """
+    def command(self, commanded: Callable[[], bool], around: Around) -> None:
+        """From now on, whenever ``commanded`` says so, FSDP's hooks do nothing, and forwards call ``around``."""
         own = [self._state._pre_forward_hook_handle, self._state._post_forward_hook_handle]
         handles = {handle.id: handle for each in own for handle in getattr(each, "handles", (each,))}
         for handle in handles.values():
             hooks = handle.hooks_dict_ref()
             theirs = hooks[handle.id]
             is_pre = any(hooks is module._forward_pre_hooks for module in self.modules)
-            hooks[handle.id] = _pre(commanded, before, theirs) if is_pre else _post(commanded, after, theirs)
+            hooks[handle.id] = _pre(commanded, theirs) if is_pre else _post(commanded, theirs)
+        for module in self.modules if self.is_called else ():
+            vars(module)["forward"] = _inside(commanded, around, module, module.forward)
 
     def gather(self) -> None:
         """Start to gather the parameters; ``wait`` before they are used."""
@@ -132,18 +134,26 @@ def fsdp_units(module: nn.Module) -> list[FsdpUnit]:
     return [FsdpUnit(state) for state in states.values()]
 
 
-def _pre(commanded: Callable[[], bool], before: Before, theirs: Any) -> Any:
+def _pre(commanded: Callable[[], bool], theirs: Any) -> Any:
     def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return before(module, args, kwargs) if commanded() else theirs(module, args, kwargs)
+        return None if commanded() else theirs(module, args, kwargs)
 
     return hook
 
 
-def _post(commanded: Callable[[], bool], after: After, theirs: Any) -> Any:
+def _post(commanded: Callable[[], bool], theirs: Any) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
-        return after(module, output) if commanded() else theirs(module, args, output)
+        return None if commanded() else theirs(module, args, output)
 
     return hook
+
+
+def _inside(commanded: Callable[[], bool], around: Around, module: nn.Module, forward: Callable[..., Any]) -> Any:
+    @functools.wraps(forward)
+    def stand_in(*args: Any, **kwargs: Any) -> Any:
+        return around(module, forward, args, kwargs) if commanded() else forward(*args, **kwargs)
+
+    return stand_in
 
 
 def _take_inputs(context: Any) -> list[Any]:

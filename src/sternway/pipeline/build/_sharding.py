@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -35,23 +36,46 @@ def shard_stages(plan: BuildPlan, shard: ShardFn | None, mesh: PipelineMesh | No
             raise PipelineError(
                 "shard needs to know what the stages use", got="no sample=", fix="pass sample=, one microbatch"
             )
-        for index, module in plan.modules.items():
-            shard(module)
-            _check_same(plan.cut.model, index, module)
+        for module in plan.modules.values():
+            outside = _take_out(module, plan.cut.model)
+            try:
+                shard(module)
+            finally:
+                _put_back(module, plan.cut.model, outside)
 
     transport.crew().agree(apply)
 
 
-def _check_same(model: nn.Module, index: int, stage: nn.Module) -> None:
-    """Raise if a parameter was replaced in the stage only, and the model's own code would use the old one."""
-    whole = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in stage.named_parameters():
-        if whole.get(name) is not parameter:
-            raise PipelineError(
-                "shard cannot replace a parameter that the model's forward uses outside of the modules it calls",
-                got=f"{name} of stage {index}",
-                fix="call fully_shard on the blocks of a stage, or pass ignored_params= with that parameter",
-            )
+@dataclass(frozen=True, slots=True)
+class _Outside:
+    """A parameter that a stage holds, but no module that it calls: it is used as it is, or is another's second name."""
+
+    name: str
+    parameter: nn.Parameter
+    inside: str | None  # the name of the same parameter in a module that the stage calls
+
+
+def _take_out(stage: nn.Module, model: nn.Module) -> list[_Outside]:
+    """Take those parameters out of a stage: sharded, they would be others than those that the model's forward uses."""
+    held = dict(stage.named_parameters(remove_duplicate=False))
+    own = {name: stage.get_submodule(name.rpartition(".")[0]) for name in held}
+    called = {name for name in held if own[name] is model.get_submodule(name.rpartition(".")[0])}
+    inside = {id(held[name]): name for name in called}
+    found = [_Outside(name, held[name], inside.get(id(held[name]))) for name in held if name not in called]
+    for each in found:
+        delattr(own[each.name], each.name.rpartition(".")[2])
+    return found
+
+
+def _put_back(stage: nn.Module, model: nn.Module, outside: list[_Outside]) -> None:
+    """Put them back; those that have a sharded twin now as that twin, and the whole one is freed."""
+    for each in outside:
+        path, _, short = each.name.rpartition(".")
+        now = each.parameter if each.inside is None else stage.get_parameter(each.inside)
+        stage.get_submodule(path).register_parameter(short, now)
+        if now is not each.parameter:
+            empty = nn.Parameter(each.parameter.detach().to("meta"), each.parameter.requires_grad)
+            setattr(model.get_submodule(path), short, empty)
 
 
 def with_upkeep(

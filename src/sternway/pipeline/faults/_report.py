@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sternway.pipeline.faults._lost import LostRank, Position
-from sternway.schedule import Schedule
+from sternway.schedule import Schedule, Upkeep
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Progress:
         done = len(self.times)
         if done >= len(actions):
             return Position(self.step)
-        stages = [action.stage for action in actions[done].actions or actions[done : done + 1]]
-        return Position(self.step, stages[0], str(actions[done]))
+        now = actions[done]
+        return Position(self.step, now.stage if isinstance(now, Upkeep) else now.actions[0].stage, str(now))
 
     def timeline(self) -> list[dict[str, Any]]:
         """The actions done so far, in seconds from the first one's start."""

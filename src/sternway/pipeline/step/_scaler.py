@@ -27,11 +27,11 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     _add_up: Callable[[Tensor], None] | None = None
-    _device = torch.device("cpu")
+    _where = torch.device("cpu")
 
     def connect(self, add_up: Callable[[Tensor], None], device: torch.device) -> None:
         """Belong to a pipeline, which adds numbers up over its ranks; ``Pipeline`` calls this."""
-        self._add_up, self._device = add_up, device
+        self._add_up, self._where = add_up, device
         self._unscaled: set[int] = set()
         self.scale(torch.zeros((), device=device))  # torch makes the scale when it is first used
 
@@ -44,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._unscaled.add(id(optimizer))
         found = found_infinities(self, optimizer)
-        mine: Tensor = sum(found, torch.zeros((), device=self._device))
+        mine: Tensor = sum(found, torch.zeros((), device=self._where))
         self._add_up(mine)
         for each in found:
             each.copy_(mine)

@@ -11,6 +11,7 @@ At the end of the step ``finish`` makes the stream wait for the reductions. Outs
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,8 +45,7 @@ class StageShards:
         self.names = frozenset(name for name, p in module.named_parameters() if id(p) in held)
         self.gathers = 0
         for unit in self._units:
-            before = functools.partial(self._before, unit)
-            unit.command(lambda: self._gathered, before, functools.partial(self._after, unit))
+            unit.command(lambda: self._gathered, functools.partial(self._around, unit))
 
     @classmethod
     def of(cls, module: nn.Module, is_first: bool, is_last: bool) -> StageShards | None:
@@ -64,10 +64,11 @@ class StageShards:
         for unit in self._units:
             unit.gather()
 
-    def wait(self) -> None:
-        """Wait for those that no module has waited for: a W may use them without a forward before."""
+    def wait(self, all_units: bool = True) -> None:
+        """Wait for the parameters; if not for all, for those of modules that are not called, which cannot wait."""
         for unit in self._units:
-            unit.wait()
+            if all_units or not unit.is_called:
+                unit.wait()
 
     def keep_grads(self) -> None:
         """After a W or B: add its gradients to those of earlier microbatches, in FSDP's ``reduce_dtype``."""
@@ -99,15 +100,14 @@ class StageShards:
             for unit in self._units:
                 unit.abandon()
 
-    def _before(self, unit: FsdpUnit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _around(self, unit: FsdpUnit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A forward on gathered parameters, with the casts of FSDP's policy."""
         unit.wait()
-        if not unit.policy.cast_forward_inputs or id(module) in self._inside:
-            return args, kwargs
-        args, kwargs = _cast((args, kwargs), unit.policy.param_dtype)
-        return args, kwargs
-
-    def _after(self, unit: FsdpUnit, module: nn.Module, output: Any) -> Any:
-        return output if id(module) in self._goes_on else _cast(output, unit.policy.output_dtype)
+        policy = unit.policy
+        if policy.cast_forward_inputs and id(module) not in self._inside:
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        output = forward(*args, **kwargs)
+        return output if id(module) in self._goes_on else _cast(output, policy.output_dtype)
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:

@@ -90,6 +90,8 @@ class Stage:
     def _forward(
         self, number: int, microbatch: Microbatch, received: dict[str, Payload], keep_output: bool
     ) -> dict[str, Payload]:
+        if self.shards is not None:
+            self.shards.wait(all_units=False)
         training = torch.is_grad_enabled()
         inputs = {name: as_inputs(*payload) if training else payload[1] for name, payload in received.items()}
         trees = {name: unpack(spec, inputs[name], self.module.parameters) for name, (spec, _) in received.items()}

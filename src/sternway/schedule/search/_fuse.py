@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action, Overlap
+from sternway.schedule._action import Action, Step
 from sternway.schedule._costs import EPSILON, Costs
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._simulate import simulate
@@ -94,7 +94,7 @@ def _pairs(schedule: Schedule) -> Iterator[Pair]:
 
 def _join(schedule: Schedule, pairs: frozenset[Pair]) -> Schedule:
     """Return the schedule with these I replaced by B, and their W removed."""
-    instead: list[dict[Action | Overlap, Action | None]] = [{} for _ in schedule.actions]
+    instead: list[dict[Step, Step | None]] = [{} for _ in schedule.actions]
     for rank, step in pairs:
         instead[rank] |= {step: replace(step, op="B"), replace(step, op="W"): None}
     actions = [
