@@ -8,12 +8,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
 
 from gloo import on_ranks
-from parallel_models import DIM, LENGTH, VOCABULARY, language_model, put_on, token_loss, whole
+from parallel_models import (
+    DIM,
+    LENGTH,
+    VOCABULARY,
+    ShardedBlock,
+    assert_same_layout,
+    language_model,
+    put_on,
+    token_loss,
+    whole,
+)
 from sternway import schedule as schedules
 from sternway.errors import PipelineError
 from sternway.pipeline import Pipeline
@@ -110,6 +121,84 @@ class _Stage(nn.Module):
 
 def _mean_square(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(whole(output), target)
+
+
+def _norms(rank: int) -> None:
+    """Sequence parallelism leaves a term of a norm's gradient on each rank; norms, clips and ties need the sum."""
+    mesh = _mesh()
+    model = put_on(language_model(LAYERS), mesh["tp"], sequence=True)
+    model.head.weight = model.tokens.weight
+    reference = language_model(LAYERS)
+    reference.head.weight = reference.tokens.weight
+    pipe = Pipeline(model, mesh=mesh, schedule="zb-h1", n_microbatches=MICROBATCHES, loss_fn=token_loss)
+    expected = dict(reference.named_parameters())
+    optimizer, theirs = _sgd(pipe), _sgd(reference)
+    for step in range(STEPS):
+        tokens = _batch(step)
+        token_loss(reference(tokens), tokens).backward()
+        pipe.step(tokens, target=tokens)
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        assert norm > 0.5
+        torch.testing.assert_close(pipe.clip_grad_norm_(0.5), norm, rtol=1e-4, atol=1e-6)
+        for name, parameter in pipe.named_parameters():
+            wanted = expected[name if name in expected else "tokens.weight"].grad
+            assert_same_layout(parameter.grad, parameter.detach(), name)
+            torch.testing.assert_close(whole(parameter.grad), wanted, rtol=1e-4, atol=1e-6)
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    pipe.close()
+
+
+def test_norms_clips_and_ties() -> None:
+    on_ranks(4, _norms)
+
+
+def _with_fsdp(rank: int) -> None:
+    """Tensor parallelism inside of FSDP2 inside of a pipeline."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
+    place = mesh.get_local_rank("dp_shard")
+    model, reference = put_on(language_model(LAYERS), mesh["tp"], sequence=True), language_model(LAYERS)
+
+    def shard(stage: nn.Module) -> None:
+        for each in stage.modules():
+            if isinstance(each, ShardedBlock):
+                fully_shard(each, mesh=mesh["dp_shard"])
+
+    pipe = Pipeline(
+        model,
+        mesh=mesh,
+        shard=shard,
+        schedule="zb-h1",
+        n_microbatches=MICROBATCHES,
+        loss_fn=token_loss,
+        sample=_batch(0)[:2],
+    )
+    expected = dict(reference.named_parameters())
+    optimizer, theirs = _sgd(pipe), _sgd(reference)
+    for step in range(STEPS):
+        tokens = torch.cat([_batch(2 * step), _batch(2 * step + 1)])
+        token_loss(reference(tokens), tokens).backward()
+        mine = tokens.chunk(2)[place]
+        pipe.step(mine, target=mine)
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        torch.testing.assert_close(pipe.clip_grad_norm_(0.5), norm, rtol=1e-4, atol=1e-6)
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(
+                whole(parameter.grad),
+                expected[name].grad,
+                rtol=1e-4,
+                atol=1e-6,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+        for each in (optimizer, theirs):
+            each.step()
+            each.zero_grad()
+    pipe.close()
+
+
+def test_inside_of_fsdp2() -> None:
+    on_ranks(8, _with_fsdp)
 
 
 def _boundaries(rank: int, layouts: list[Any]) -> None:

@@ -147,9 +147,9 @@ class Pipeline:
             pp_dim=pp_dim, shard=shard, gathered=gathered,
         )  # fmt: skip
         check_weights(stages, weights, device)
-        check_plain(stages, mesh, pp_dim)
         place = None if weights is None else device_of(device or "cpu")
         grid = None if mesh is None else PipelineMesh(mesh, pp_dim, data_dims)
+        check_plain(stages, grid)
         self.transport = transport or default_transport(grid, dynamic, heartbeat_timeout)
         self.transport.place(devices_of(stages) if place is None else [place])
         ranks = ranks or self.transport.ranks or (schedule.ranks if isinstance(schedule, Schedule) else 0)

@@ -17,6 +17,7 @@ from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._weights import is_empty
 from sternway.pipeline.step._microbatch import ChunkSpec
 from sternway.pipeline.step._scaler import GradScaler
+from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._routes import MAIN
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule
@@ -79,10 +80,10 @@ def check_weights(stages: Any, weights: Any, device: Any) -> None:
         )
 
 
-def check_plain(stages: Any, mesh: Any, pp_dim: str = "pp") -> None:
+def check_plain(stages: Any, mesh: PipelineMesh | None) -> None:
     """Raise if a stage is sharded in a way that a pipeline cannot run: its gradients and checkpoints would be wrong.
 
-    Parameters may be DTensors on other dimensions of ``mesh`` than the pipeline's own.
+    Parameters may be DTensors on other dimensions of the mesh than the pipeline's own.
     """
     for module in [stages] if isinstance(stages, nn.Module) else stages.values():
         if not isinstance(module, nn.Module):
@@ -94,36 +95,40 @@ def check_plain(stages: Any, mesh: Any, pp_dim: str = "pp") -> None:
                 got=old[0] or type(module).__name__,
                 fix="use fully_shard (docs/sharded.md)",
             )
-        units = [name for name, each in module.named_modules() if isinstance(each, FSDPModule)]
+        units = [(name, each) for name, each in module.named_modules() if isinstance(each, FSDPModule)]
         if units and isinstance(stages, nn.Module):
             raise PipelineError(
                 "fully_shard must be called on stages, not on a whole model before it is cut",
-                got=units[0] or type(module).__name__,
+                got=units[0][0] or type(module).__name__,
                 fix="pass the model as it is, and shard=, which is called on each stage",
             )
+        by_fsdp = {id(parameter) for _, unit in units for parameter in unit.parameters()}
         for name, parameter in module.named_parameters():
             if isinstance(parameter, DTensor):
-                _check_mesh_of(name, parameter, mesh, pp_dim)
+                _check_mesh_of(name, parameter, mesh, id(parameter) in by_fsdp)
 
 
-def _check_mesh_of(name: str, parameter: DTensor, mesh: Any, pp_dim: str) -> None:
+def _check_mesh_of(name: str, parameter: DTensor, mesh: PipelineMesh | None, by_fsdp: bool) -> None:
     """Raise unless a parameter's mesh is a part of the pipeline's that has no two of its ranks."""
     ranks = set(parameter.device_mesh.mesh.flatten().tolist())
+    got = f"{name}, a DTensor on the ranks {sorted(ranks)}"
     if mesh is None:
         raise PipelineError(
             "a pipeline of sharded stages needs the mesh of all their ranks",
-            got=f"{name}, a DTensor on the ranks {sorted(ranks)}, and no mesh=",
+            got=f"{got}, and no mesh=",
             fix="pass mesh=, a DeviceMesh with a dimension of the pipeline's ranks, and those of the parameters",
         )
-    if pp_dim not in (mesh.mesh_dim_names or ()):
-        return  # refused when the mesh is looked at
-    everyone = set(mesh.mesh.flatten().tolist())
-    along = set(torch.distributed.get_process_group_ranks(mesh.get_group(pp_dim)))
-    if not ranks <= everyone or len(ranks & along) > 1:
+    if not ranks <= set(mesh.everyone) or len(ranks.intersection(mesh.pipeline)) > 1:
         raise PipelineError(
             "the parameters of a stage must be sharded over ranks that hold the same stage",
-            got=f"{name}, a DTensor on the ranks {sorted(ranks)}; the pipeline has the ranks {sorted(along)}",
-            fix=f'shard over other dimensions of mesh= than "{pp_dim}", as by parallelize_module(stage, mesh["tp"], …)',
+            got=f"{got}; the pipeline has the ranks {mesh.pipeline}",
+            fix='shard over other dimensions of mesh=, as parallelize_module(stage, mesh["tp"], …) does',
+        )
+    if not mesh.names_data and mesh.summed(parameter, by_fsdp) > 1:
+        raise PipelineError(
+            "parameters that fully_shard has not sharded must not be sharded along a dimension of different data",
+            got=f"{got}; data differ along {mesh.data}",
+            fix="use a dimension of its own for tensor parallelism; name data_dims= if these are experts",
         )
 
 

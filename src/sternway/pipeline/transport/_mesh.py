@@ -36,6 +36,7 @@ class PipelineMesh:
     Attributes:
         names: of all dimensions.
         data: those along which data differ.
+        names_data: whether the user named these.
         device_type: where its processes compute.
         pipeline: the global ranks of this process's pipeline.
         peers: those of the processes that have the same stages as this one, or shards of them.
@@ -60,7 +61,7 @@ class PipelineMesh:
                 got=repr(data_dims),
                 fix=f"pass some of {[name for name in self.names if name != pp_dim]}",
             )
-        self.data, self._mesh = tuple(wanted), mesh
+        self.data, self.names_data, self._mesh = tuple(wanted), data_dims is not None, mesh
         self._others = tuple(name for name in self.names if name != pp_dim)
         self._spanned: dict[Any, set[str]] = {}  # by the mesh of a DTensor
         self.device_type: str = mesh.device_type
