@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from gloo import on_ranks
-from parallel_models import LENGTH, VOCABULARY, language_model, put_on, token_loss, whole
+from parallel_models import LENGTH, VOCABULARY, ShardedBlock, language_model, put_on, token_loss, whole
 from sternway.pipeline import Pipeline
 
 LAYERS, SAVED_AT, STEPS = 4, 2, 4
@@ -32,13 +32,23 @@ def _batch(step: int) -> Tensor:
     return torch.randint(0, VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(step))
 
 
-def _pipe(schedule: str, tp: int = 1, pp: int = 2) -> tuple[Pipeline, torch.optim.Optimizer]:
-    mesh = None
+def _pipe(schedule: str, how: str) -> tuple[Pipeline, torch.optim.Optimizer]:
+    """A pipeline of two ranks whose stages are sharded over two, or, if ``how`` is "plain", one over all ranks."""
     model: nn.Module = language_model(LAYERS)
-    if tp > 1:
-        mesh = init_device_mesh("cpu", (pp, tp), mesh_dim_names=("pp", "tp"))
+    options: dict[str, Any] = {}
+    if how != "plain":
+        options["mesh"] = mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", how))
+    if how == "tp":
         model = put_on(model, mesh["tp"], sequence=True)
-    pipe = Pipeline(model, schedule=schedule, n_microbatches=4, loss_fn=token_loss, mesh=mesh)
+    elif how == "dp_shard":
+
+        def shard(stage: nn.Module) -> None:
+            for each in stage.modules():
+                if isinstance(each, ShardedBlock | nn.Embedding):
+                    fully_shard(each, mesh=mesh["dp_shard"])
+
+        options |= {"shard": shard, "sample": _batch(0)[:2]}
+    pipe = Pipeline(model, schedule=schedule, n_microbatches=4, loss_fn=token_loss, **options)
     return pipe, torch.optim.AdamW(pipe.parameters(), 1e-2, eps=1e-3)
 
 
@@ -68,8 +78,8 @@ def _expected() -> tuple[nn.Module, torch.optim.Optimizer, list[float]]:
     return model, optimizer, after
 
 
-def _saves(rank: int, directory: str) -> None:
-    pipe, optimizer = _pipe("zb-h1", tp=2)
+def _saves(rank: int, directory: str, how: str) -> None:
+    pipe, optimizer = _pipe("zb-h1", how)
     _train(pipe, optimizer, 0, SAVED_AT)
     saving = pipe.save(directory, optimizer, SAVED_AT, wait=False)
     losses = _train(pipe, optimizer, SAVED_AT, STEPS)  # while it is written
@@ -78,8 +88,8 @@ def _saves(rank: int, directory: str) -> None:
     pipe.close()
 
 
-def _resumes(rank: int, directory: str, schedule: str, tp: int) -> None:
-    pipe, optimizer = _pipe(schedule, tp)
+def _resumes(rank: int, directory: str, schedule: str, how: str) -> None:
+    pipe, optimizer = _pipe(schedule, how)
     for parameter in pipe.parameters():
         nn.init.zeros_(parameter)
     assert pipe.resume(directory, optimizer).step == SAVED_AT
@@ -140,18 +150,19 @@ def _one_process(rank: int, directory: str) -> None:
     assert float(token_loss(model(tokens), tokens).detach()) == pytest.approx(_expected()[2][0], rel=1e-4)
 
 
-def test_two_by_two_tensor_parallel_to_other_meshes_and_programs(tmp_path: Path) -> None:
-    on_ranks(4, _saves, str(tmp_path))
-    on_ranks(4, _resumes, str(tmp_path), "1f1b", 2)
-    on_ranks(4, _resumes, str(tmp_path), "zb-h1", 1)
-    on_ranks(1, _resumes, str(tmp_path), "1f1b", 1)
+@pytest.mark.parametrize("how", ["tp", "dp_shard"])
+def test_two_by_two_to_other_meshes_and_programs(tmp_path: Path, how: str) -> None:
+    on_ranks(4, _saves, str(tmp_path), how)
+    on_ranks(4, _resumes, str(tmp_path), "1f1b", "tp" if how == "dp_shard" else "dp_shard")
+    on_ranks(4, _resumes, str(tmp_path), "zb-h1", "plain")
+    on_ranks(1, _resumes, str(tmp_path), "1f1b", "plain")
     on_ranks(4, _foreign, str(tmp_path))
     on_ranks(1, _one_process, str(tmp_path))
 
 
 def _stateful(rank: int, directory: str) -> None:
     """A pipeline is ``Stateful``, and its stages' modules are what ``get_model_state_dict`` takes."""
-    pipe, _ = _pipe("zb-v", tp=2)
+    pipe, _ = _pipe("zb-v", "tp")
     assert isinstance(pipe, Stateful)
     dcp.save({"model": pipe}, checkpoint_id=directory)
     before = {name: whole(value).clone() for name, value in pipe.state_dict().items()}
