@@ -157,10 +157,11 @@ def test_a_width_that_the_heads_do_not_divide_is_refused(command: str) -> None:
     assert "must be a multiple of 4" in _run(command, "--dim", "10", code=2)
 
 
-def test_example_trains_under_torchrun() -> None:
+@pytest.mark.parametrize(("example", "processes"), [("train_gpt.py", 2), ("train_sharded.py", 4)])
+def test_example_trains_under_torchrun(example: str, processes: int) -> None:
     root = Path(__file__).parents[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(root / "examples" / "train_gpt.py"), "--steps", "11", "--dim", "32"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command += [str(root / "examples" / example), "--steps", "11", "--dim", "32"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("step")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -313,6 +314,36 @@ def _refusals(rank: int) -> None:
 
 def test_refusals() -> None:
     on_ranks(4, _refusals)
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(DIM, DIM), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise ValueError("no luck")
+        return self.layer(x)
+
+
+def _breaks(rank: int) -> None:
+    """One process of four fails and ends; those that wait for its shards, too, raise, and have their shards again."""
+    mesh = make_mesh()
+    stage = Breaks() if rank == 0 else nn.Linear(DIM, DIM)
+    fully_shard(stage, mesh=mesh["dp_shard"])
+    pipe = Pipeline(
+        {mesh.get_local_rank("pp"): stage}, schedule="zb-h1", n_microbatches=4, loss_fn=F.mse_loss, mesh=mesh
+    )
+    with pytest.raises(PipelineError, match="no luck" if rank == 0 else r".*"):
+        pipe.step(torch.randn(4, DIM), target=torch.randn(4, DIM))
+    assert all(isinstance(p, DTensor) and p.grad is None for p in stage.parameters())
+    os._exit(0)
+
+
+def test_a_process_that_fails() -> None:
+    on_ranks(4, _breaks, timeout=60)
 
 
 def _any_names(rank: int) -> None:

@@ -19,7 +19,7 @@ from sternway.errors import PipelineError
 from sternway.pipeline.build._agree import agreed_plan, describe, make_stages, make_tuner
 from sternway.pipeline.build._checks import check_arguments, check_plain, check_weights, checked_skips
 from sternway.pipeline.build._request import BuildRequest
-from sternway.pipeline.build._sharding import ShardFn, shard_stages, with_upkeep
+from sternway.pipeline.build._sharding import ShardFn, shard_stages, whole_state, with_upkeep
 from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest, with_prefixes
 from sternway.pipeline.checkpoint._saving import Resumed, Saving
@@ -449,7 +449,8 @@ class Pipeline:
         self._guard.check_open("save_pretrained")
         with self._guard.other_ranks():
             crew = self.transport.crew() if self._everyone is None else self.transport.crew_apart(self._everyone)
-            save_model(path, crew, self._model, self.state_dict() if self._first_copy else {}, self._source)
+            state = whole_state(self.state_dict())  # on every process, which all have a shard
+            save_model(path, crew, self._model, state if self._first_copy else {}, self._source)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``model.generate`` of transformers, in one process. Over several processes it is refused."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sternway import schedule as schedules
 from sternway.errors import PipelineError
@@ -76,6 +77,11 @@ def _put_back(stage: nn.Module, model: nn.Module, outside: list[_Outside]) -> No
         if now is not each.parameter:
             empty = nn.Parameter(each.parameter.detach().to("meta"), each.parameter.requires_grad)
             setattr(model.get_submodule(path), short, empty)
+
+
+def whole_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state with sharded tensors as whole ones. All processes that share them call it."""
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in state.items()}
 
 
 def with_upkeep(
