@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -28,6 +29,7 @@ from parallel_models import (
 from sternway import schedule as schedules
 from sternway.errors import PipelineError
 from sternway.pipeline import Pipeline
+from sternway.split.compiled._backend import sternway
 
 LAYERS, STEPS, MICROBATCHES = 4, 3, 4
 
@@ -47,6 +49,7 @@ def _sgd(model: Any) -> torch.optim.Optimizer:
 def _assert_steps_equal(pipe: Pipeline, reference: nn.Module) -> None:
     """Three steps of both, with the gradients and then the parameters compared."""
     optimizer, theirs = _sgd(pipe), _sgd(reference)
+    named = [(name.replace("_checkpoint_wrapped_module.", ""), p) for name, p in pipe.named_parameters()]
     expected = dict(reference.named_parameters())
     for step in range(STEPS):
         tokens = _batch(step)
@@ -54,7 +57,7 @@ def _assert_steps_equal(pipe: Pipeline, reference: nn.Module) -> None:
         loss.backward()
         result = pipe.step(tokens, target=tokens, loss_everywhere=True)
         torch.testing.assert_close(result.loss, loss.detach())
-        for name, parameter in pipe.named_parameters():
+        for name, parameter in named:
             grad = whole(parameter.grad)
             torch.testing.assert_close(
                 grad, expected[name].grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
@@ -62,13 +65,18 @@ def _assert_steps_equal(pipe: Pipeline, reference: nn.Module) -> None:
         for each in (optimizer, theirs):
             each.step()
             each.zero_grad()
-    for name, parameter in pipe.named_parameters():
+    for name, parameter in named:
         torch.testing.assert_close(whole(parameter.detach()), expected[name].detach(), rtol=1e-4, atol=1e-6)
 
 
-def _train(rank: int, schedule: str, sequence: bool) -> None:
+def _train(rank: int, schedule: str, sequence: bool, blocks: str = "eager") -> None:
     mesh = _mesh()
     model = put_on(language_model(LAYERS), mesh["tp"], sequence)
+    for index, block in enumerate(model.blocks):
+        if blocks == "checkpointed":
+            model.blocks[index] = CheckpointWrapper(block)
+        elif blocks == "compiled":
+            block.compile(backend=sternway, options={"inner": "eager"})
     pipe = Pipeline(
         model,
         mesh=mesh,
@@ -99,6 +107,11 @@ def _loss_parallel(rank: int) -> None:
 
 def test_loss_parallel() -> None:
     on_ranks(4, _loss_parallel)
+
+
+@pytest.mark.parametrize("blocks", ["checkpointed", "compiled"])
+def test_blocks_that_are(blocks: str) -> None:
+    on_ranks(4, _train, "zb-h1", True, blocks)
 
 
 class _Stage(nn.Module):
@@ -246,6 +259,9 @@ def _meshes(rank: int) -> None:
         Pipeline(stage, mesh=mesh, **options)
     with pytest.raises(PipelineError, match="needs the mesh of all their ranks"):
         Pipeline(stage, **options)
+    model = put_on(language_model(), mesh["tp"], sequence=False)
+    with pytest.raises(PipelineError, match="what a sharded model takes is not counted; got tokens"):
+        Pipeline(model, mesh=mesh, memory="1GB", sample=_batch(0)[:2], **(options | {"loss_fn": token_loss}))
 
 
 def test_parameters_on_other_meshes_are_refused() -> None:
