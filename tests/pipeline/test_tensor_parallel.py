@@ -75,8 +75,6 @@ def _train(rank: int, schedule: str, sequence: bool, blocks: str = "eager") -> N
     for index, block in enumerate(model.blocks):
         if blocks == "checkpointed":
             model.blocks[index] = CheckpointWrapper(block)
-        elif blocks == "compiled":
-            block.compile(backend=sternway, options={"inner": "eager"})
     pipe = Pipeline(
         model,
         mesh=mesh,
@@ -109,9 +107,25 @@ def test_loss_parallel() -> None:
     on_ranks(4, _loss_parallel)
 
 
-@pytest.mark.parametrize("blocks", ["checkpointed", "compiled"])
-def test_blocks_that_are(blocks: str) -> None:
-    on_ranks(4, _train, "zb-h1", True, blocks)
+def test_checkpointed_blocks() -> None:
+    on_ranks(4, _train, "zb-h1", True, "checkpointed")
+
+
+def _compiled(rank: int) -> None:
+    mesh = _mesh()
+    model = put_on(language_model(), mesh["tp"], sequence=True)
+    model.blocks[1].compile(backend=sternway)
+    with pytest.raises(PipelineError, match=r"cannot compile a module with DTensor parameters.*got blocks\.1"):
+        Pipeline(model, mesh=mesh, schedule="1f1b", n_microbatches=2, loss_fn=token_loss)
+    model = put_on(language_model(), mesh["tp"], sequence=True)
+    model.blocks[1] = torch.compile(model.blocks[1], backend=sternway)
+    with pytest.raises(PipelineError, match=r"cannot compile a module with DTensor parameters.*got blocks\.1"):
+        Pipeline(model, mesh=mesh, schedule="1f1b", n_microbatches=2, loss_fn=token_loss)
+
+
+def test_compiled_blocks_are_refused() -> None:
+    """With torch 2.13, a compiled block after an embedding that is sharded by rows raises, or has wrong gradients."""
+    on_ranks(4, _compiled)
 
 
 class _Stage(nn.Module):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +39,11 @@ WHOLE_CALL = "_compiled_call_impl"
 def whole_call(module: nn.Module) -> Callable[..., Any]:
     """A module's forward together with its hooks."""
     return module._compiled_call_impl or module._call_impl
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled by ``module.compile()``, or made by ``torch.compile(module)``."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def is_innermost(mode: TorchFunctionMode) -> bool:
@@ -88,6 +95,20 @@ def _whole_calls() -> bool:
         return int(module(torch.ones(()))) == 20 and inner == module._call_impl
     finally:
         del vars(module)[WHOLE_CALL]
+
+
+@probe(
+    "OptimizedModule._orig_mod, Module._compiled_call_impl",
+    expected="show that a module is compiled",
+    features=("pipeline",),
+)
+def _compiled_modules() -> bool:
+    plain, called = nn.Identity(), nn.Identity()
+    vars(called)[WHOLE_CALL] = called.forward  # as Module.compile does
+    # What torch.compile returns is looked at as code: to make one imports Dynamo.
+    source = (Path(torch.__file__).parent / "_dynamo" / "eval_frame.py").read_text()
+    by_name = "self._compiled_call_impl = torch.compile" in inspect.getsource(nn.Module.compile)
+    return not is_compiled(plain) and is_compiled(called) and by_name and "self._orig_mod = mod" in source
 
 
 @probe("torch.overrides._get_current_function_mode", expected="is the innermost mode", features=("pipeline",))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from sternway._torch.modes import is_compiled
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan
 from sternway.pipeline.build._request import BuildRequest
@@ -103,9 +104,17 @@ def check_plain(stages: Any, mesh: PipelineMesh | None) -> None:
                 fix="pass the model as it is, and shard=, which is called on each stage",
             )
         by_fsdp = {id(parameter) for _, unit in units for parameter in unit.parameters()}
+        compiled = {id(p) for each in module.modules() if is_compiled(each) for p in each.parameters()}
         for name, parameter in module.named_parameters():
             if isinstance(parameter, DTensor):
                 _check_mesh_of(name, parameter, mesh, id(parameter) in by_fsdp)
+                if id(parameter) in compiled and mesh is not None and mesh.spanned(parameter).difference(mesh.data):
+                    raise PipelineError(
+                        "a stage cannot compile a module with DTensor parameters: torch's gradients of them are wrong "
+                        "where the module takes what another made local",
+                        got=f"{name} in a compiled module",
+                        fix="compile a module without such parameters, or none",
+                    )
 
 
 def _check_mesh_of(name: str, parameter: DTensor, mesh: PipelineMesh | None, by_fsdp: bool) -> None:
