@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 ZOO := .venv-zoo
 
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup demo atlas test quick docs opsweep upstream zoo zoo-table check lint format bench clean
 
@@ -28,6 +28,8 @@ demo: $(READY)
 
 atlas: $(READY)
 	$(BIN)/sternway atlas src --out build/atlas
+
+test check: JOBS = 3 # more than two cores: tests of several processes mostly wait
 
 test: $(READY)
 	$(PYTEST)

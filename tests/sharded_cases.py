@@ -55,6 +55,10 @@ def assert_same(ours: nn.Module, theirs: nn.Module, what: str, **close: float) -
             torch.testing.assert_close(whole(p.grad), whole(q.grad), **close, msg=say)
 
 
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output.to(target.dtype), target)
+
+
 def every_block(stage: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
     for block in stage:
         fully_shard(block, mesh=mesh, **options)
@@ -108,7 +112,7 @@ def build(mesh: DeviceMesh, plan: schedule.Schedule, shard: Shard, **options: An
     held = {index: made[index] for index in plan.placement[mesh.get_local_rank("pp")]}
     for stage in held.values():
         shard(stage, mesh["dp_shard"])
-    return Pipeline(held, schedule=plan, loss_fn=F.mse_loss, mesh=mesh, **options), reference
+    return Pipeline(held, schedule=plan, loss_fn=loss_fn, mesh=mesh, **options), reference
 
 
 def step(pipe: Pipeline, reference: nn.Module, copy: int, what: str, **close: float) -> dict[str, int]:
@@ -216,7 +220,7 @@ def policies(rank: int, device: str) -> None:
             y = piece
             for stage in alone:
                 y = stage(y)
-            (F.mse_loss(y.to(goal.dtype), goal) / MICROBATCHES).backward()
+            (loss_fn(y, goal) / MICROBATCHES).backward()
         for index, stage in pipe.stages.items():
             assert_same(stage.module, alone[index], f"{name}, {options}", rtol=1e-4, atol=1e-6)
             assert all(p.grad.dtype == torch.float32 for p in stage.module.parameters() if p.grad is not None)

@@ -21,22 +21,23 @@ def test_the_comparison():
     assert result.exit_code == 0
     assert "\n".join(line.rstrip() for line in result.stdout.split("\n")) == (
         "2 ranks, 3 microbatches, memory limit 2\n"
-        "┏━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━┓\n"
-        "┃ schedule         ┃ bubble rate ┃ makespan ┃ peak memory ┃ above bound ┃ fits ┃\n"
-        "┡━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━┩\n"
-        "│ zb-v             │       0.00% │      9.5 │           2 │       0.00% │ best │\n"
-        "│ v-half           │       0.00% │      9.5 │           2 │       0.00% │ yes  │\n"
-        "│ search-v         │       0.00% │      9.5 │           2 │       0.00% │ yes  │\n"
-        "│ v-min            │       5.26% │      9.5 │           2 │       5.56% │ yes  │\n"
-        "│ zb-h1            │      10.00% │       10 │           2 │       0.00% │ yes  │\n"
-        "│ search           │      10.00% │       10 │           2 │       0.00% │ yes  │\n"
-        "│ 1f1b             │      25.00% │       12 │           2 │      20.00% │ yes  │\n"
-        "│ zb-h2            │       0.00% │       10 │           3 │             │ no   │\n"
-        "│ interleaved-zb   │       5.26% │      9.5 │         2.5 │             │ no   │\n"
-        "│ interleaved-1f1b │      14.29% │     10.5 │           3 │             │ no   │\n"
-        "│ looped-bfs       │      14.29% │     10.5 │           3 │             │ no   │\n"
-        "│ gpipe            │      25.00% │       12 │           3 │             │ no   │\n"
-        "└──────────────────┴─────────────┴──────────┴─────────────┴─────────────┴──────┘\n"
+        "┏━━━━━━━━━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━┳━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━━━━━━━━┳━━━━━━┓\n"
+        "┃ schedule         ┃ bubble rate ┃ period ┃ makespan ┃ peak memory ┃ above bound ┃ fits ┃\n"
+        "┡━━━━━━━━━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━╇━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━━━━━━━━╇━━━━━━┩\n"
+        "│ zb-v             │       0.00% │      9 │      9.5 │           2 │       0.00% │ best │\n"
+        "│ v-half           │       0.00% │      9 │      9.5 │           2 │       0.00% │ yes  │\n"
+        "│ search-v         │       0.00% │      9 │      9.5 │           2 │       0.00% │ yes  │\n"
+        "│ v-min            │       5.26% │    9.5 │      9.5 │           2 │       5.56% │ yes  │\n"
+        "│ zb-h1            │      10.00% │     10 │       10 │           2 │       0.00% │ yes  │\n"
+        "│ search           │      10.00% │     10 │       10 │           2 │       0.00% │ yes  │\n"
+        "│ 1f1b             │      25.00% │     12 │       12 │           2 │      20.00% │ yes  │\n"
+        "│ zb-h2            │       0.00% │      9 │       10 │           3 │             │ no   │\n"
+        "│ interleaved-zb   │       5.26% │    9.5 │      9.5 │         2.5 │             │ no   │\n"
+        "│ interleaved-1f1b │      14.29% │   10.5 │     10.5 │           3 │             │ no   │\n"
+        "│ looped-bfs       │      14.29% │   10.5 │     10.5 │           3 │             │ no   │\n"
+        "│ gpipe            │      25.00% │     12 │       12 │           3 │             │ no   │\n"
+        "└──────────────────┴─────────────┴────────┴──────────┴─────────────┴─────────────┴──────┘\n"
+        "zb-v is 0.0% above anything possible; memory does not bind\n"
         "dualpipe-v: dualpipe-v needs at least two microbatches per rank, 4 for 2 ranks; got 3. "
         "Fix: use 4 or more, or zb-v, which takes any number\n"
         "zb-v: 2 ranks, 3 microbatches; makespan 9.5, bubble rate 0.0%, peak memory 2\n"
@@ -46,6 +47,28 @@ def test_the_comparison():
     )
 
 
+def test_memory_in_bytes():
+    numbers = ("--ranks", 2, "--microbatches", 4, "--json")
+    told = json.loads(run(*numbers, "--memory", "14GB", "--activations", "2GB", "--static", "8GB").stdout)
+    same = json.loads(run(*numbers, "--memory", 3).stdout)
+    assert told["memory_limit"] == 3
+    assert [row["name"] for row in told["rows"]] == [row["name"] for row in same["rows"]]
+    assert all(row["peak_bytes"] == 8e9 + 2e9 * row["peak_memory"] for row in told["rows"])
+    assert {row["peak_bytes"] for row in same["rows"]} == {None}
+    shown = run("--ranks", 2, "--microbatches", 4, "--memory", "14GB", "--activations", "2GB", "--static", "8GB").stdout
+    assert "memory limit 13.0 GiB" in shown
+    assert f"\n{told['verdict']}\n" in shown
+    for wrong, text in {
+        ("--memory", "14GB"): "needs the bytes that a microbatch keeps",
+        ("--memory", "much"): "needs the bytes that a microbatch keeps",
+        ("--memory", "9GB", "--activations", "2GB", "--static", "8GB"): "give it 9.3 GiB or more",
+        ("--memory", "14GB", "--activations", "two"): "--activations must be a size",
+    }.items():
+        result = run("--ranks", 2, "--microbatches", 4, *wrong)
+        assert result.exit_code == 2, result.output
+        assert text in str(result.exception) + result.output
+
+
 def test_the_comparison_as_json_and_files(tmp_path):
     out = tmp_path / "new" / "plan"
     result = run("--ranks", 2, "--microbatches", 3, "--memory", 3, "--costs", "F=2,W=0.5", "--out", out, "--json")
@@ -53,7 +76,7 @@ def test_the_comparison_as_json_and_files(tmp_path):
     told = json.loads(result.stdout)
     expected = schedule.compare(Costs(F=2, W=0.5), ranks=2, microbatches=3, memory_limit=3)
     assert (told["ok"], told["best"], told["memory_limit"]) == (True, expected.best.name, 3)
-    fields = ("name", "bubble_rate", "makespan", "peak_memory", "fits")
+    fields = ("name", "bubble_rate", "period", "makespan", "peak_memory", "peak_bytes", "fits")
     assert told["rows"] == [
         {field: getattr(row, field) for field in fields} | {"gap": row.gap if row.fits else None}
         for row in expected.rows

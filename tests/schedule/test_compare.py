@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from sternway.errors import ScheduleError
-from sternway.schedule import Costs, compare, lower_bound, names
+from sternway.schedule import Costs, compare, lower_bound, names, search
 
 COSTS = Costs(F=2.0, I=2.0, W=1.0, comm=0.1, memory_after_I=0.5)
 NUMBERS = {"ranks": 4, "microbatches": 8, "memory_limit": 4}
@@ -52,7 +52,7 @@ def test_the_bound_is_that_of_the_limit(comparison):
 
 def test_the_table_reads_as_text(comparison):
     lines = comparison.table().splitlines()
-    head = ["schedule", "stages/rank", "bubble rate", "makespan", "peak memory", "over the bound"]
+    head = ["schedule", "stages/rank", "bubble rate", "period", "makespan", "peak memory", "over the bound"]
     assert lines[0].split("  ")[0] == "schedule"
     assert [name for name in head if name not in lines[0]] == []
     assert lines[1].split()[0] == comparison.best.name
@@ -112,3 +112,32 @@ def test_notebooks_show_a_table():
     told = [row.name for row in comparison.rows] + [name for name, _ in comparison.unmade]
     assert [row[0] for row in rows] == told
     assert {len(row) for row in rows} == {len(head)}
+
+
+def test_a_limit_in_bytes_is_the_limit_in_microbatches():
+    numbers = {"ranks": 3, "microbatches": 6}
+    costs = Costs(W=0.7, activation_bytes=1e9, static_bytes=4e9)
+    assert search(costs, **numbers, memory="7GB") == search(costs, **numbers, memory_limit=3)
+    assert lower_bound(costs, **numbers, memory=7_000_000_000) == lower_bound(costs, **numbers, memory_limit=3)
+    within = compare(costs, **numbers, memory="7GB")
+    assert within.memory_limit == 3
+    assert all((row.peak_bytes <= 7e9) == row.fits for row in within.rows)
+    lines = within.table().splitlines()
+    assert any(line.startswith("gpipe") and line.endswith("2.8 GiB over the memory limit") for line in lines)
+    for wrong, text in (
+        ({}, "a search needs a memory limit"),
+        ({"memory": "7GB", "memory_limit": 3}, "not both"),
+        ({"memory": "4.5GB"}, "give it 4.7 GiB or more"),
+    ):
+        with pytest.raises(ScheduleError, match=text):
+            search(costs, **numbers, **wrong)
+    with pytest.raises(ScheduleError, match="needs the bytes"):
+        compare(Costs(), **numbers, memory="7GB")
+
+
+def test_the_verdict_says_whether_more_memory_would_help():
+    tight = compare(Costs(), ranks=4, microbatches=8, memory_limit=2)
+    more = lower_bound(Costs(), ranks=4, microbatches=8, memory_limit=3, stages_per_rank=2)
+    assert tight.best.schedule.stages_per_rank == 2
+    assert tight.verdict.endswith(f"3 instead of 2 would lower the bound by {1 - more / tight.best.bound:.1%}")
+    assert compare(Costs(), ranks=2, microbatches=4, memory_limit=4).verdict.endswith("memory does not bind")

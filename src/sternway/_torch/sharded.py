@@ -197,9 +197,7 @@ def _state() -> bool:
     made = _names(FSDPState.init)
     fields = {"_modules", "_mp_policy", "_pre_forward_hook_handle", "_post_forward_hook_handle"}
     calls = {"_lazy_init", "_root_post_backward_final_callback"} <= set(dir(FSDPState))
-    ends = {"finalize_backward", "is_last_backward", "_training_state"} <= _names(
-        FSDPState._root_post_backward_final_callback
-    )
+    ends = {"is_last_backward", "_training_state"} <= _names(FSDPState._root_post_backward_final_callback)
     state = FSDPState()
     groups = hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")
     return (

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from sternway.cli._exit import MisuseError
+from sternway.cli._progress import moving_bar
 from sternway.errors import GraphError
 
 if TYPE_CHECKING:
@@ -34,12 +35,15 @@ def graph(
     depth: Annotated[int | None, typer.Option(min=0, help="Levels of modules in the tree.")] = None,
 ) -> None:
     """Show an autograd graph: nodes, owners, and the bytes kept for the backward. Without TARGET, a small GPT's."""
-    captured = _capture(_demo if target is None else function_of(target), target or "the demo")
+    function = _demo if target is None else function_of(target)
     if not (html or as_json or text):
         text, html = True, html or DEMO_REPORT
         depth = 2 if depth is None else depth
+    with moving_bar(as_json, "running the forward"):
+        captured = _capture(function, target or "the demo")
     if html is not None:
-        captured.to_html(html, title=f"Autograd graph of {target or 'a small GPT'}")
+        with moving_bar(as_json, f"writing {len(captured.nodes):,} nodes"):
+            captured.to_html(html, title=f"Autograd graph of {target or 'a small GPT'}")
         Console(stderr=True).print(f"Wrote {html}: open it in a browser.", highlight=False, soft_wrap=True)
     if as_json:
         typer.echo(captured.to_json())

@@ -1,12 +1,14 @@
 """``sternway plan``: find the best schedule for given costs and memory, or check one of your own.
 
 sternway plan --ranks 8 --microbatches 24 --costs F=18.5,I=18.1,W=9.3,comm=0.6 --memory 16 --out plan/
+sternway plan --ranks 8 --microbatches 24 --memory 40GB --activations 2GB --static 9GB
 sternway plan --check mine.csv --costs F=18.5,I=18.1,W=9.3
 """
 
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,11 +17,12 @@ import typer
 from rich.text import Text
 
 from sternway import schedule
+from sternway._bytes import parse_bytes
 from sternway.cli._exit import MisuseError, status_of, usage
 from sternway.cli._progress import moving_bar
 from sternway.cli._table import TableColumn, show_table, stdout
 from sternway.errors import ScheduleError, SternwayError, ViewerError
-from sternway.schedule import Costs, Schedule, Timeline
+from sternway.schedule import Comparison, Costs, Schedule, Timeline
 from sternway.schedule.formats import write_timeline
 
 _FIELDS = ("F", "I", "W", "B", "comm")
@@ -36,10 +39,17 @@ def plan(
         ),
     ] = "",
     memory: Annotated[
-        float | None,
+        str | None,
         typer.Option(
-            help="How many microbatches' activations a rank may keep; as many as there are ranks unless given."
+            help="How many microbatches' activations a rank may keep; as many as there are ranks unless given. "
+            "Or its bytes, as 40GB, with --activations."
         ),
+    ] = None,
+    activations: Annotated[
+        str | None, typer.Option(help="What one microbatch's forward keeps on a rank, as 2GB; sternway fit tells.")
+    ] = None,
+    static: Annotated[
+        str | None, typer.Option(help="What a rank holds anyway: parameters, gradients, the optimizer's state.")
     ] = None,
     memory_after_i: Annotated[
         float, typer.Option(help="The fraction of what F kept that is still kept between I and W.")
@@ -54,14 +64,18 @@ def plan(
     """Compare all schedules under a memory limit, search for better ones, and draw the best."""
     try:
         with usage():
-            parsed = parse_costs(costs, memory_after_i)
+            parsed = replace(
+                parse_costs(costs, memory_after_i),
+                activation_bytes=parse_bytes(activations or 0, "--activations", ScheduleError),
+                static_bytes=parse_bytes(static or 0, "--static", ScheduleError),
+            )
+            limit = _limit(parsed, memory)
         if check is not None:
-            result = _check_file(check, parsed, memory, out, quiet=as_json)
+            result = _check_file(check, parsed, limit, out, quiet=as_json)
         elif ranks is None or microbatches is None:
             raise typer.BadParameter("give --ranks and --microbatches, or --check FILE")
         else:
-            limit = float(ranks) if memory is None else memory
-            result = _compare(parsed, ranks, microbatches, limit, out, quiet=as_json)
+            result = _compare(parsed, ranks, microbatches, float(ranks) if limit is None else limit, out, quiet=as_json)
     except SternwayError as error:
         if not as_json:
             raise
@@ -100,6 +114,16 @@ def parse_costs(text: str, memory_after_i: float = 1.0) -> Costs:
     return Costs(**values, memory_after_I=memory_after_i)
 
 
+def _limit(costs: Costs, memory: str | None) -> float | None:
+    """The memory limit in microbatches, from a number of them or from bytes."""
+    if memory is None:
+        return None
+    try:
+        return float(memory)
+    except ValueError:
+        return costs.limit_within(memory)
+
+
 def _compare(
     costs: Costs, ranks: int, microbatches: int, limit: float, out: Path | None, *, quiet: bool
 ) -> dict[str, Any]:
@@ -118,15 +142,18 @@ def _compare(
         {
             "name": row.name,
             "bubble_rate": row.bubble_rate,
+            "period": row.period,
             "makespan": row.makespan,
             "peak_memory": row.peak_memory,
+            "peak_bytes": row.peak_bytes,
             "gap": row.gap if row.fits else None,
             "fits": row.fits,
         }
         for row in comparison.rows
     ]
     if not quiet:
-        _print_table(rows, best.name, f"{ranks} ranks, {microbatches} microbatches, memory limit {limit:g}")
+        _print_table(comparison)
+        stdout().print(comparison.verdict, highlight=False, markup=False, soft_wrap=True)
         for name, reason in comparison.unmade:
             typer.echo(f"{name}: {reason}")
         _print_timeline(best.timeline, files)
@@ -137,6 +164,7 @@ def _compare(
         "rows": rows,
         "unmade": dict(comparison.unmade),
         "best": best.name,
+        "verdict": comparison.verdict,
         "schedule": json.loads(best.schedule.to_json()),
         "files": [str(path) for path in files],
     }
@@ -195,11 +223,13 @@ def _write(timeline: Timeline, out: Path | None, page: Callable[[Path], Path]) -
         raise ScheduleError("--out cannot be written to", got=str(error), fix="choose another place") from None
 
 
-def _print_table(rows: list[dict[str, Any]], best: str, title: str) -> None:
+def _print_table(comparison: Comparison) -> None:
     """Print the comparison; rows that do not fit are dim."""
+    best = comparison.best
     columns = (
         TableColumn("schedule", right=False),
         TableColumn("bubble rate"),
+        TableColumn("period", drop=4),
         TableColumn("makespan", drop=1),
         TableColumn("peak memory", drop=2),
         TableColumn("above bound", drop=3),
@@ -207,17 +237,19 @@ def _print_table(rows: list[dict[str, Any]], best: str, title: str) -> None:
     )
     cells = [
         (
-            row["name"],
-            f"{row['bubble_rate']:.2%}",
-            f"{row['makespan']:.6g}",
-            f"{row['peak_memory']:.4g}",
-            f"{row['gap']:.2%}" if row["fits"] else "",  # the bound is one for schedules that fit
-            "best" if row["name"] == best else "yes" if row["fits"] else "no",
+            row.name,
+            f"{row.bubble_rate:.2%}",
+            f"{row.period:.6g}",
+            f"{row.makespan:.6g}",
+            comparison.show(row.peak_memory),
+            f"{row.gap:.2%}" if row.fits else "",  # the bound is one for schedules that fit
+            "best" if row is best else "yes" if row.fits else "no",
         )
-        for row in rows
+        for row in comparison.rows
     ]
-    styles = ["bold" if row["name"] == best else "" if row["fits"] else "dim" for row in rows]
-    show_table(columns, cells, title=title, styles=styles)
+    styles = ["bold" if row is best else "" if row.fits else "dim" for row in comparison.rows]
+    title = f"{comparison.ranks} ranks, {comparison.microbatches} microbatches, memory limit "
+    show_table(columns, cells, title=title + comparison.show(comparison.memory_limit), styles=styles)
 
 
 def _print_timeline(timeline: Timeline, files: list[Path]) -> None:

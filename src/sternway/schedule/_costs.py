@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from sternway._bytes import parse_bytes, show_bytes
 from sternway.errors import ScheduleError
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
@@ -72,6 +73,8 @@ class Costs:
         B: time of a whole backward; one number, or one for each stage. I + W unless given; one call may cost less.
         comm: from the end of an action until another rank has its result. Within a rank this takes no time.
         memory_after_I: the fraction of what F kept that is still kept between I and W.
+        activation_bytes: what one microbatch's forward keeps on one rank, the unit of memory, in bytes; 0 if unknown.
+        static_bytes: what a rank holds anyway, in bytes: parameters, their gradients, the optimizer's state.
         gather: time to gather a rank's sharded parameters; one number, or one for each stage. Beside computation.
         reduce: time to reduce the gradients of sharded parameters; one number, or one for each stage.
         memory_gathered: what a rank's gathered parameters take, in what one microbatch's forward keeps.
@@ -86,6 +89,8 @@ class Costs:
     comm: float = 0.0
     memory_after_I: float = 1.0  # noqa: N815 - the paper's letter
     B: float | Sequence[float] | None = None
+    activation_bytes: float = 0.0
+    static_bytes: float = 0.0
     gather: float | Sequence[float] = 0.0
     reduce: float | Sequence[float] = 0.0
     memory_gathered: float = 0.0
@@ -105,9 +110,44 @@ class Costs:
                 got=", ".join(f"{n} for {name}" for name, n in lengths.items()),
                 fix="pass sequences as long as there are stages",
             )
-        object.__setattr__(self, "comm", _amount("comm", self.comm))
-        for name in ("memory_after_I", "memory_gathered"):
+        for name in ("comm", "memory_after_I", "activation_bytes", "static_bytes", "memory_gathered"):
             object.__setattr__(self, name, _amount(name, getattr(self, name)))
+
+    def bytes_of(self, memory: float) -> float | None:
+        """Return what a rank holds in bytes, beside ``memory`` in units; None where ``activation_bytes`` is unknown.
+
+        Example:
+            >>> Costs(activation_bytes=2e9, static_bytes=5e9).bytes_of(4)
+            13000000000.0
+        """
+        return self.static_bytes + memory * self.activation_bytes if self.activation_bytes else None
+
+    def limit_within(self, memory: int | str) -> float:
+        """Return the memory limit, in units, of a rank that has ``memory`` bytes, such as "40GB".
+
+        Example:
+            >>> Costs(activation_bytes=2e9, static_bytes=5e9).limit_within("13GB")
+            4.0
+
+        Raises:
+            ScheduleError: ``activation_bytes`` is unknown, or not even one microbatch fits.
+        """
+        if not self.activation_bytes:
+            raise ScheduleError(
+                "a memory limit in bytes needs the bytes that a microbatch keeps",
+                got=f"memory={memory!r} and costs without activation_bytes",
+                fix="pass Costs(activation_bytes=…), on the command line --activations; sternway fit shows them",
+            )
+        size = parse_bytes(memory, "memory", ScheduleError)
+        least = self.static_bytes + max(1.0, self.memory_after_I) * self.activation_bytes
+        if size < least * (1 - EPSILON):
+            raise ScheduleError(
+                "the memory of a rank must be large enough for what it holds anyway and one microbatch",
+                got=f"{show_bytes(size)}; it holds {show_bytes(self.static_bytes)} anyway, and a microbatch takes "
+                f"{show_bytes(least - self.static_bytes)}",
+                fix=f"give it {show_bytes(least)} or more, make microbatches smaller, or use more ranks",
+            )
+        return (size - self.static_bytes) / self.activation_bytes
 
     def per_stage(self, placement: Placement) -> StageCosts:
         """Return one number for each stage of ``placement``.

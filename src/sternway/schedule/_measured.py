@@ -64,6 +64,8 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
         B=b if planned.B is not None or any(op == "B" for op, _ in seen) else None,
         comm=_comm(runs, planned.comm),
         memory_after_I=planned.memory_after_I,
+        activation_bytes=planned.activation_bytes,
+        static_bytes=planned.static_bytes,
         gather=planned.gather,
         reduce=planned.reduce,
         memory_gathered=planned.memory_gathered,

@@ -115,7 +115,16 @@ def _bars(comparison: "Comparison") -> "PageSection":
 def _sheet(comparison: "Comparison") -> "Sheet":
     from sternway.viewer import Cell, Sheet
 
-    columns = ("schedule", "stages per rank", "bubble rate", "makespan", "peak memory", "above the bound", "verdict")
+    columns = (
+        "schedule",
+        "stages per rank",
+        "bubble rate",
+        "period",
+        "makespan",
+        "peak memory",
+        "above the bound",
+        "verdict",
+    )
     rows: list[Sequence[Cell]] = []
     for row in comparison.rows:
         verdict = "best" if row is comparison.best else "fits"
@@ -124,13 +133,14 @@ def _sheet(comparison: "Comparison") -> "Sheet":
                 row.name,
                 row.schedule.stages_per_rank,
                 (row.bubble_rate, f"{row.bubble_rate:.2%}"),
+                (row.period, f"{row.period:.6g}"),
                 (row.makespan, f"{row.makespan:.6g}"),
-                (row.peak_memory, f"{row.peak_memory:.4g}"),
+                (row.peak_memory, comparison.show(row.peak_memory)),
                 (row.gap, f"{row.gap:.2%}") if row.fits else None,
-                verdict if row.fits else f"{row.peak_memory - comparison.memory_limit:.4g} over the memory limit",
+                verdict if row.fits else comparison.excess(row),
             )
         )
-    rows += [(name, None, None, None, None, None, reason) for name, reason in comparison.unmade]
+    rows += [(name, None, None, None, None, None, None, reason) for name, reason in comparison.unmade]
     return Sheet(
         "All schedules",
         columns,
@@ -138,5 +148,5 @@ def _sheet(comparison: "Comparison") -> "Sheet":
         marked=[0],
         dim=[place for place, row in enumerate(comparison.rows) if not row.fits]
         + list(range(len(comparison.rows), len(rows))),
-        note=f"Under a memory limit of {comparison.memory_limit:g}. No schedule of the same stages is below the bound.",
+        note=f"Under a memory limit of {comparison.show(comparison.memory_limit)}: {comparison.verdict}.",
     )

@@ -10,13 +10,14 @@ from functools import partial
 from html import escape
 from pathlib import Path
 
+from sternway._bytes import show_bytes
 from sternway.errors import ScheduleError
 from sternway.schedule._costs import EPSILON, Costs
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._timeline import Timeline
 from sternway.schedule.named._make import make, names
 from sternway.schedule.search._lower_bound import bound
-from sternway.schedule.search._problem import check_arguments, resolve
+from sternway.schedule.search._problem import check_arguments, limit_of, resolve
 from sternway.schedule.search._search import Progress, half_of, search
 
 
@@ -49,9 +50,19 @@ class Row:
         return self.timeline.makespan
 
     @property
+    def period(self) -> float:
+        """The time of a step when steps follow each other without a barrier."""
+        return self.timeline.period
+
+    @property
     def peak_memory(self) -> float:
         """The most that any rank holds."""
         return self.timeline.peak_memory
+
+    @property
+    def peak_bytes(self) -> float | None:
+        """The most that any rank holds, in bytes; None where the costs do not know."""
+        return self.timeline.costs.bytes_of(self.peak_memory)
 
     @property
     def gap(self) -> float:
@@ -112,13 +123,44 @@ class Comparison:
         return "\n".join(text)
 
     def _title(self) -> str:
-        return f"{self.ranks} ranks, {self.microbatches} microbatches, memory limit {self.memory_limit:g}"
+        return f"{self.ranks} ranks, {self.microbatches} microbatches, memory limit {self.show(self.memory_limit)}"
+
+    def show(self, memory: float) -> str:
+        """Return an amount of memory as text: in bytes where the costs know them, what a rank holds anyway included."""
+        size = self.costs.bytes_of(memory)
+        return f"{memory:.4g}" if size is None else show_bytes(size)
+
+    def excess(self, row: Row) -> str:
+        """Return by how much a row is over the limit, as text."""
+        over = row.peak_memory - self.memory_limit
+        unit = self.costs.activation_bytes
+        return f"{show_bytes(over * unit) if unit else f'{over:.4g}'} over the memory limit"
+
+    @property
+    def verdict(self) -> str:
+        """How far the best schedule is from the bound, and whether more memory would lower that.
+
+        Example:
+            >>> print(compare(Costs(), ranks=4, microbatches=8, memory_limit=2).verdict)
+            v-min is 0.0% above anything possible; memory binds: 3 instead of 2 would lower the bound by 10.2%
+        """
+        best = self.best
+        text = f"{best.name} is {best.gap:.1%} above anything possible"
+        more = self.memory_limit + max(1.0, self.costs.memory_after_I)
+        then = bound(resolve(self.costs, best.schedule.placement, self.microbatches, more, joined=True))
+        gain = 1 - then / best.bound if best.bound > 0 else 0.0
+        if gain <= EPSILON:
+            return f"{text}; memory does not bind"
+        return (
+            f"{text}; memory binds: {self.show(more)} instead of {self.show(self.memory_limit)} would lower the bound "
+            f"by {gain:.1%}"
+        )
 
     def _lines(self) -> list[tuple[str, ...]]:
         """Return the cells of the table, the head first."""
-        head = ("schedule", "stages/rank", "bubble rate", "makespan", "peak memory", "over the bound", "")
-        lines = [head, *(_cells(row, self.memory_limit) for row in self.rows)]
-        return lines + [(name, "", "", "", "", "", reason) for name, reason in self.unmade]
+        head = ("schedule", "stages/rank", "bubble rate", "period", "makespan", "peak memory", "over the bound", "")
+        lines = [head, *(_cells(row, self) for row in self.rows)]
+        return lines + [(name, "", "", "", "", "", "", reason) for name, reason in self.unmade]
 
 
 def compare(
@@ -126,7 +168,8 @@ def compare(
     *,
     ranks: int,
     microbatches: int,
-    memory_limit: float,
+    memory_limit: float | None = None,
+    memory: int | str | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare every named schedule and the searched ones under one memory limit.
@@ -143,24 +186,26 @@ def compare(
         ranks: the number of ranks.
         microbatches: the number of microbatches in a step.
         memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
+        memory: or what it has in bytes, or as text such as "20GB"; the costs must have ``activation_bytes``.
         progress: called with (done, total) during the searches.
 
     Raises:
         ScheduleError: a count is below 1, not even one microbatch fits in the limit, or no schedule can be timed with
             these per-stage costs.
     """
-    check_arguments(costs, ranks, microbatches, memory_limit)
+    limit = limit_of(costs, memory_limit, memory)
+    check_arguments(costs, ranks, microbatches, limit)
     rows, unmade = [], []
-    for name, build in _builders(costs, ranks, microbatches, memory_limit, progress):
+    for name, build in _builders(costs, ranks, microbatches, limit, progress):
         try:
-            rows.append(_measure(name, build(), costs, memory_limit))
+            rows.append(_measure(name, build(), costs, limit))
         except ScheduleError as error:
             unmade.append((name, str(error)))
             problem = error  # the searches come last, and their error says what would work
     rows.sort(key=_order)
     if not rows or not rows[0].fits:
         raise problem
-    return Comparison(costs, ranks, microbatches, memory_limit, tuple(rows), tuple(unmade))
+    return Comparison(costs, ranks, microbatches, limit, tuple(rows), tuple(unmade))
 
 
 def _builders(
@@ -186,14 +231,15 @@ def _order(row: Row) -> tuple[bool, float, float]:
     return not row.fits, float(f"{row.timeline.span:.9g}"), row.makespan
 
 
-def _cells(row: Row, limit: float) -> tuple[str, ...]:
+def _cells(row: Row, within: Comparison) -> tuple[str, ...]:
     """Return a row's texts."""
     return (
         row.name,
         str(row.schedule.stages_per_rank),
         f"{row.bubble_rate:.4f}",
+        f"{row.period:.6g}",
         f"{row.makespan:.6g}",
-        f"{row.peak_memory:.4g}",
+        within.show(row.peak_memory),
         f"{row.gap:.2%}" if row.fits else "",
-        "" if row.fits else f"{row.peak_memory - limit:.4g} over the memory limit",
+        "" if row.fits else within.excess(row),
     )

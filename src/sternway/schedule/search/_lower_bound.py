@@ -32,10 +32,18 @@ import math
 from dataclasses import dataclass
 
 from sternway.schedule._costs import EPSILON, Costs
-from sternway.schedule.search._problem import Problem, pose
+from sternway.schedule.search._problem import Problem, limit_of, pose
 
 
-def lower_bound(costs: Costs, *, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1) -> float:
+def lower_bound(
+    costs: Costs,
+    *,
+    ranks: int,
+    microbatches: int,
+    memory_limit: float | None = None,
+    memory: int | str | None = None,
+    stages_per_rank: int = 1,
+) -> float:
     """Return a time that ``Timeline.span`` cannot be below, for any schedule within the memory limit.
 
     Example:
@@ -51,6 +59,7 @@ def lower_bound(costs: Costs, *, ranks: int, microbatches: int, memory_limit: fl
         ranks: the number of ranks.
         microbatches: the number of microbatches in a step.
         memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
+        memory: or what it has in bytes, as in ``search``.
         stages_per_rank: as in ``search``.
 
     Returns:
@@ -64,7 +73,7 @@ def lower_bound(costs: Costs, *, ranks: int, microbatches: int, memory_limit: fl
             costs,
             ranks=ranks,
             microbatches=microbatches,
-            memory_limit=memory_limit,
+            memory_limit=limit_of(costs, memory_limit, memory),
             stages_per_rank=stages_per_rank,
             joined=True,
         )

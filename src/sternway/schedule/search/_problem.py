@@ -136,6 +136,27 @@ def pose(
     return resolve(costs, place(ranks, stages_per_rank), microbatches, memory_limit, joined=joined)
 
 
+def limit_of(costs: Costs, memory_limit: float | None, memory: int | str | None) -> float:
+    """Return the memory limit in microbatches, from that or from bytes.
+
+    Raises:
+        ScheduleError: not just one of the two is given, the costs do not know bytes, or no microbatch fits.
+    """
+    ScheduleError.unless(isinstance(costs, Costs), "costs must be a Costs", costs, "pass schedule.Costs(F=1, I=1, W=1)")
+    if memory is None:
+        ScheduleError.unless(
+            memory_limit is not None, "a search needs a memory limit", None, "pass memory_limit=, or memory= in bytes"
+        )
+        return memory_limit  # type: ignore[return-value]  # just looked
+    if memory_limit is not None:
+        raise ScheduleError(
+            "a memory limit must be given in microbatches or in bytes, not both",
+            got=f"memory_limit={memory_limit!r} and memory={memory!r}",
+            fix="leave one out",
+        )
+    return costs.limit_within(memory)
+
+
 def check_arguments(costs: Costs, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1) -> None:
     """Raise ScheduleError for arguments for which there is no schedule."""
     ScheduleError.unless(isinstance(costs, Costs), "costs must be a Costs", costs, "pass schedule.Costs(F=1, I=1, W=1)")

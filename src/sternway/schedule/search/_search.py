@@ -34,7 +34,7 @@ from sternway.schedule.search._knobs import Knobs, grid, near
 from sternway.schedule.search._list_schedule import Priorities, list_schedule, refill
 from sternway.schedule.search._lower_bound import bound
 from sternway.schedule.search._pattern import patterns, repeat
-from sternway.schedule.search._problem import Problem, Words, peak_memory, pose, to_schedule, to_words
+from sternway.schedule.search._problem import Problem, Words, limit_of, peak_memory, pose, to_schedule, to_words
 
 Progress = Callable[[int, int], None]
 
@@ -58,7 +58,8 @@ def search(
     *,
     ranks: int,
     microbatches: int,
-    memory_limit: float,
+    memory_limit: float | None = None,
+    memory: int | str | None = None,
     stages_per_rank: int = 1,
     progress: Progress | None = None,
 ) -> Schedule:
@@ -79,6 +80,7 @@ def search(
         ranks: the number of ranks.
         microbatches: the number of microbatches in a step.
         memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
+        memory: or what it has in bytes, or as text such as "20GB"; the costs must have ``activation_bytes``.
         stages_per_rank: with 1, rank r holds stage r; with 2, stages r and 2 * ranks - 1 - r, in a V; with more, stages
             r, r + ranks, r + 2 ranks, ...
         progress: called with (done, total) during the search.
@@ -95,7 +97,7 @@ def search(
         costs,
         ranks=ranks,
         microbatches=microbatches,
-        memory_limit=memory_limit,
+        memory_limit=limit_of(costs, memory_limit, memory),
         stages_per_rank=stages_per_rank,
     )
     problem = posed()
