@@ -96,6 +96,7 @@ def check_plain(stages: Any, mesh: PipelineMesh | None) -> None:
                 got=old[0] or type(module).__name__,
                 fix="use fully_shard (docs/sharded.md)",
             )
+        units: list[tuple[str, nn.Module]]
         units = [(name, each) for name, each in module.named_modules() if isinstance(each, FSDPModule)]
         if units and isinstance(stages, nn.Module):
             raise PipelineError(
