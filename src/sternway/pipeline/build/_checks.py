@@ -96,15 +96,15 @@ def check_plain(stages: Any, mesh: PipelineMesh | None) -> None:
                 got=old[0] or type(module).__name__,
                 fix="use fully_shard (docs/sharded.md)",
             )
-        units: list[tuple[str, nn.Module]]
-        units = [(name, each) for name, each in module.named_modules() if isinstance(each, FSDPModule)]
+        named = dict(module.named_modules())
+        units = [name for name, each in named.items() if isinstance(each, FSDPModule)]
         if units and isinstance(stages, nn.Module):
             raise PipelineError(
                 "fully_shard must be called on stages, not on a whole model before it is cut",
-                got=units[0][0] or type(module).__name__,
+                got=units[0] or type(module).__name__,
                 fix="pass the model as it is, and shard=, which is called on each stage",
             )
-        by_fsdp = {id(parameter) for _, unit in units for parameter in unit.parameters()}
+        by_fsdp = {id(parameter) for name in units for parameter in named[name].parameters()}
         compiled = {id(p) for each in module.modules() if is_compiled(each) for p in each.parameters()}
         for name, parameter in module.named_parameters():
             if isinstance(parameter, DTensor):
