@@ -35,6 +35,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_memory.py::test_real_processes_stay_within_the_limit": ("dist",),
     "pipeline/test_meta_start.py::test_each_process_has_its_own_stages": ("dist",),
     "pipeline/test_tensor_parallel.py": ("dist",),
+    "pipeline/test_mesh.py": ("dist", "slow"),
     "pipeline/test_messages.py::test_more_than_62_tensors_in_one_message": ("dist",),
     "pipeline/test_models_dist.py": ("dist", "slow"),
     "pipeline/test_no_barrier.py": ("dist",),

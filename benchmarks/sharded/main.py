@@ -2,9 +2,9 @@
 
     python benchmarks/sharded/main.py [--device cuda] [--dim 2048] [--rounds N] [--steps N] [--json]
 
-Four processes: pp=2 × dp_shard=2. Eight GPT blocks, each sharded by ``fully_shard`` with float32 parameters that are
-gathered in bfloat16 and reduced in float32; eight microbatches of 4 × 512 tokens for each of the two shards' data. On a
-GPU, which the processes share as small GPUs (``tests/small_gpus.py``), over NCCL; else gloo, and small.
+Four processes: pp=2 × dp_shard=2. Eight GPT blocks, each sharded by ``fully_shard``, and eight microbatches. On a GPU,
+which the processes share as small GPUs (``tests/small_gpus.py``), over NCCL: float32 parameters that are gathered in
+bfloat16 and reduced in float32, microbatches of 4 × 512 tokens. On CPUs, over gloo: all in float32, 2 × 64 tokens.
 
 Each round times each row in turn: some steps that follow each other, of a pipeline that is built for that and closed
 afterwards. A step is forward and backward of the batch with its reductions; gradients are set to None after it. Peak
@@ -80,7 +80,8 @@ class Case:
 
 def shard(stage: nn.Module, blocks: list[nn.Module], mesh: DeviceMesh) -> None:
     """As torchtitan shards stages of a pipeline: every block, and what is left; nothing is freed after a forward."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = mixed if mesh.device_type == "cuda" else MixedPrecisionPolicy()
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     if isinstance(stage, nn.Sequential):
@@ -275,7 +276,7 @@ def main() -> None:
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
     case = Case(
-        arguments.device, arguments.dim or (2048 if on_gpu else 64), 4 if on_gpu else 2, 512 if on_gpu else 16,
+        arguments.device, arguments.dim or (2048 if on_gpu else 256), 4 if on_gpu else 2, 512 if on_gpu else 64,
         arguments.rounds, arguments.steps,
     )  # fmt: skip
     context = mp.get_context("spawn")

@@ -79,14 +79,14 @@ class ProcessGroups:
         """A new gloo group of these global ranks. If that is not all processes, only its members make it.
 
         torch names such a group after its members and the number of groups there are, and a new group of the same name
-        finds in the store what the old one left there. So the groups of a pipeline on a part of the processes are not
-        destroyed while the process runs.
+        finds in the store what the old one left there. So these groups are not destroyed while the process runs, nor
+        those of all processes if the pipeline has only some of them: the number would repeat.
         """
-        before, world = _sockets.opened(), dist.get_world_size()
-        some = len(members) < world
+        before = _sockets.opened()
+        some = len(members) < dist.get_world_size()
         timeout = timedelta(seconds=self._timeout)
         group = dist.new_group(list(members), timeout, "gloo", use_local_synchronization=some)
-        if len(self.members) == world:
+        if not some and len(self.members) == len(members):
             self._disposable.append(group)
         self._sockets |= _sockets.opened() - before
         return group
