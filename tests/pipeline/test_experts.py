@@ -105,6 +105,7 @@ def _train(rank: int, schedule: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    assert not any(each._backward_hooks for each in pipe.parameters()), "another pipeline would divide again"
     assert len(counts) > 2, "the experts got different numbers of tokens"
     pipe.close()
 

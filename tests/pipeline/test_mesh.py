@@ -1,4 +1,4 @@
-"""Meshes of any dimensions: what is refused, what happens when a process fails, and many pipelines one after another."""
+"""Meshes of any dimensions: what is refused, what happens when a process fails, and many pipelines in turn."""
 
 from __future__ import annotations
 

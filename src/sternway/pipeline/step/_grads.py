@@ -118,10 +118,17 @@ class Gradients:
 
     def begin(self) -> None:
         """A step begins: set aside what tied parameters have, so that only this step's gradients are summed."""
+        if self._copies is not None:
+            self._copies.begin()
         for tie in self._ties:
             if self._is_summed(tie):
                 for parameter in tie.here:
                     self._before[id(parameter)], parameter.grad = parameter.grad, None
+
+    def end(self) -> None:
+        """A step is over, or has failed."""
+        if self._copies is not None:
+            self._copies.end()
 
     def stage_done(self, stage: Stage) -> None:
         """A stage's last W is done: begin to average its gradients over the copies."""
