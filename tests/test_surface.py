@@ -155,8 +155,10 @@ SURFACE = {
         "WithSkips",
         "fit",
         "from_pretrained",
+        "make_weights",
         "partition",
         "profile",
+        "read_weights",
     ],
     "sternway.atlas": ["BrokenLink", "BuildReport", "FileProblem", "build", "check"],
     "sternway.demo": [

@@ -29,7 +29,8 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return [tensor]
-    return [part for name in flatten()[0] for part in dense_parts(getattr(tensor, name))]
+    inner = [getattr(tensor, name) for name in flatten()[0]]  # a DTensor's mesh is among them
+    return [part for each in inner if isinstance(each, Tensor) for part in dense_parts(each)]
 
 
 def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:

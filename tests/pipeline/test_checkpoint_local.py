@@ -201,7 +201,7 @@ def test_one_process_without_the_library(tmp_path: Path) -> None:
     model.load_state_dict(saved["model"])
     plain = torch.optim.AdamW(model.parameters(), run["options"]["norm.weight"]["lr"])
     for name, parameter in model.named_parameters():
-        plain.state[parameter] = saved["optimizer"][name]
+        plain.state[parameter] = saved["optimizer"]["state"][name]
     losses = []
     for step in range(run["data"]["batch"], 6):
         tokens = torch.randint(0, VOCABULARY, (8, LENGTH), generator=torch.Generator().manual_seed(step))

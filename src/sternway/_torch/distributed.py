@@ -279,11 +279,12 @@ _CHECKPOINT = "torch.distributed.checkpoint"
 
 
 def description_globals() -> frozenset[tuple[str, str]]:
-    """All that the pickled ``.metadata`` of a checkpoint of tensors may name, as (module, name); dtypes come on top."""
+    """All that the pickled ``.metadata`` of tensors and bytes may name, as (module, name); dtypes come on top."""
     metadata = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
+    more = ("BytesStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING")
     return frozenset(
         {
-            *((f"{_CHECKPOINT}.metadata", name) for name in (*metadata, "StorageMeta", "_MEM_FORMAT_ENCODING")),
+            *((f"{_CHECKPOINT}.metadata", name) for name in (*metadata, *more)),
             (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
             ("torch", "Size"),
             ("torch.serialization", "_get_layout"),
@@ -307,7 +308,7 @@ def _description() -> bool:
         chunks=[metadata.ChunkStorageMetadata(offsets=torch.Size([0]), sizes=torch.Size([2]))],
     )
     description = metadata.Metadata(
-        state_dict_metadata={"a": tensor},
+        state_dict_metadata={"a": tensor, "b": metadata.BytesStorageMetadata()},
         storage_data={index: filesystem._StorageInfo("file", 0, 8)},
         storage_meta=metadata.StorageMeta(checkpoint_id=Path("folder")),
     )

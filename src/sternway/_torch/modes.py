@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +30,20 @@ def shell(
 def own_buffers(module: nn.Module) -> list[Tensor]:
     """The buffers of a module, without those of the modules in it; it costs little."""
     return [buffer for buffer in module._buffers.values() if buffer is not None]
+
+
+WHOLE_CALL = "_compiled_call_impl"
+"""What a module calls in place of its forward and hooks, if it has such an attribute."""
+
+
+def whole_call(module: nn.Module) -> Callable[..., Any]:
+    """A module's forward together with its hooks."""
+    return module._compiled_call_impl or module._call_impl
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module was compiled by ``module.compile()``, or made by ``torch.compile(module)``."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
 
 
 def is_innermost(mode: TorchFunctionMode) -> bool:
@@ -62,6 +79,36 @@ def _buffers() -> bool:
     norm.register_buffer("none", None)
     norm.register_buffer("own", torch.ones(1))
     return [id(buffer) for buffer in own_buffers(norm)] == [id(norm.own)]
+
+
+@probe(
+    "Module._compiled_call_impl, Module._call_impl",
+    expected="are called in place of a module's forward and hooks, and call them",
+    features=("pipeline",),
+)
+def _whole_calls() -> bool:
+    module = nn.Identity()
+    module.register_forward_hook(lambda module, inputs, output: output + 1)
+    inner = whole_call(module)
+    vars(module)[WHOLE_CALL] = lambda x: 10 * inner(x)
+    try:
+        return int(module(torch.ones(()))) == 20 and inner == module._call_impl
+    finally:
+        del vars(module)[WHOLE_CALL]
+
+
+@probe(
+    "OptimizedModule._orig_mod, Module._compiled_call_impl",
+    expected="show that a module is compiled",
+    features=("pipeline",),
+)
+def _compiled_modules() -> bool:
+    plain, called = nn.Identity(), nn.Identity()
+    vars(called)[WHOLE_CALL] = called.forward  # as Module.compile does
+    # What torch.compile returns is looked at as code: to make one imports Dynamo.
+    source = (Path(torch.__file__).parent / "_dynamo" / "eval_frame.py").read_text()
+    by_name = "self._compiled_call_impl = torch.compile" in inspect.getsource(nn.Module.compile)
+    return not is_compiled(plain) and is_compiled(called) and by_name and "self._orig_mod = mod" in source
 
 
 @probe("torch.overrides._get_current_function_mode", expected="is the innermost mode", features=("pipeline",))

@@ -9,9 +9,11 @@ result = pipe.step(inputs, target=target)
 
 from sternway.pipeline._pipeline import Pipeline
 from sternway.pipeline.build._fit import Fit, Way, fit
+from sternway.pipeline.build._make_weights import make_weights
 from sternway.pipeline.build._plan import partition
 from sternway.pipeline.build._profile import Profile, profile
 from sternway.pipeline.build._rank_bytes import RankBytes
+from sternway.pipeline.build._read_weights import read_weights
 from sternway.pipeline.checkpoint._saving import CheckpointWarning, Resumed, Saving
 from sternway.pipeline.pretrained._load import from_pretrained
 from sternway.pipeline.step._microbatch import Chunk, Presplit, Replicate
@@ -44,6 +46,8 @@ __all__ = [
     "WithSkips",
     "fit",
     "from_pretrained",
+    "make_weights",
     "partition",
     "profile",
+    "read_weights",
 ]

@@ -27,7 +27,7 @@ from sternway.pipeline.build._checks import (
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._sharding import ShardFn, shard_stages, whole_state, with_upkeep
 from sternway.pipeline.build._weights import Weights
-from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest
+from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest, with_prefixes
 from sternway.pipeline.checkpoint._saving import Resumed, Saving
 from sternway.pipeline.faults._nonfinite import OnNonfinite, check_nonfinite
 from sternway.pipeline.faults._report import default_folder
@@ -42,13 +42,14 @@ from sternway.pipeline.step._microbatch import Chunk, ChunkSpec
 from sternway.pipeline.step._result import StepResult
 from sternway.pipeline.step._runner import StepOptions, StepRunner
 from sternway.pipeline.step._scaler import GradScaler
-from sternway.pipeline.step._stage import LossFn, named_parameters
+from sternway.pipeline.step._stage import LossFn
 from sternway.pipeline.step._tuner import TriedPlan
 from sternway.pipeline.transport._clock import clock_offsets
 from sternway.pipeline.transport._dist import default_transport
 from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._place import devices_of
 from sternway.pipeline.transport._routes import Routes
+from sternway.pipeline.transport._shards import sharded_like
 from sternway.pipeline.transport._transport import Transport, device_of
 from sternway.schedule import Costs, Schedule
 
@@ -155,9 +156,9 @@ class Pipeline:
             pp_dim=pp_dim, shard=shard, gathered=gathered,
         )  # fmt: skip
         check_weights(stages, weights, device)
-        check_plain(stages, mesh)
         place = None if weights is None else device_of(device or "cpu")
         grid = None if mesh is None else PipelineMesh(mesh, pp_dim, data_dims)
+        check_plain(stages, grid)
         self.transport = transport or default_transport(grid, dynamic, heartbeat_timeout)
         self.transport.place(devices_of(stages) if place is None else [place])
         check_cuda_graphs(cuda_graphs, self.transport.device, saved)
@@ -195,8 +196,9 @@ class Pipeline:
             self.stages, first, routes, self.transport, ranks_here, self._gradients, self._guard,
             chunk, clock_offsets(self.transport, ranks), self._plan.costs.memory_after_I, self._tuner,
         )  # fmt: skip
-        self._whole_names = isinstance(stages, nn.Module)
         self._model = stages if isinstance(stages, nn.Module) else None
+        modules = {index: stage.module for index, stage in self.stages.items()}
+        self._named = with_prefixes(modules, self._model is not None, self.transport.crew())
         self._source: Path | None = None  # the checkpoint that from_pretrained read
         self._first_copy = grid is None or grid.is_first
         self._saves: Checkpoints | None = None
@@ -328,28 +330,41 @@ class Pipeline:
     # Parameters and buffers of this process
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's parameters, by their names in the whole model if that was passed."""
-        return named_parameters(self.stages)
+        """This process's parameters, each once, by their names in the whole model.
+
+        If stages were passed that have names in common, theirs begin with the stage's index, as in an
+        ``nn.Sequential`` of the stages.
+        """
+        seen: set[int] = set()
+        for prefix, module in self._named:
+            for name, parameter in module.named_parameters(prefix.removesuffix(".")):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield name, parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters, for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This process's parameters and buffers by name."""
-        return {name: value for stage in self.stages.values() for name, value in stage.module.state_dict().items()}
+        """This process's parameters and buffers, by the names of ``named_parameters``.
+
+        What is sharded is a DTensor. So a pipeline is a ``Stateful`` of torch.distributed.checkpoint: all processes
+        call ``dcp.save({"model": pipe})``, and the checkpoint has the whole model.
+        """
+        return {prefix + name: value for prefix, part in self._named for name, value in part.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load this process's parameters and buffers from ``state``, which may be that of the whole model."""
         PipelineError.unless(isinstance(state, Mapping), "state must be a dict of tensors by name", state, "pass one")
-        for stage in self.stages.values():
-            own = stage.module.state_dict()
-            missing = sorted(own.keys() - state.keys())
+        for prefix, module in self._named:
+            own = module.state_dict()
+            missing = sorted(prefix + name for name in own if prefix + name not in state)
             if missing:
                 rule, fix = "state must have every parameter of this rank", "pass the state of the same model"
                 raise PipelineError(rule, got=f"none for {missing[0]}", fix=fix)
             try:
-                stage.module.load_state_dict({name: state[name] for name in own})
+                module.load_state_dict({name: sharded_like(state[prefix + name], each) for name, each in own.items()})
             except (RuntimeError, TypeError, AttributeError) as error:
                 got, fix = f"{type(error).__name__}: {error}", "pass the state of the same model"
                 raise PipelineError("state must fit the model", got=got, fix=fix) from None
@@ -456,9 +471,8 @@ class Pipeline:
         self._guard.check_open("a checkpoint")
         if self._saves is None:
             ties = {name: tie.names for tie in self._ties for name in tie.names}
-            modules = {index: stage.module for index, stage in self.stages.items()}
             crew = self.transport.crew_apart(self._everyone)
-            self._saves = Checkpoints(crew, modules, self._whole_names, ties, self.schedule.name)
+            self._saves = Checkpoints(crew, self._named, ties, self.schedule.name)
         return self._saves
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from sternway._storage import dense_parts
 from sternway._torch import parallel
 from sternway.errors import SplitError
 
@@ -41,7 +42,8 @@ def refuse_resharded(deferred: Iterable[Tensor]) -> None:
     """
     if parallel.in_process_group():
         for parameter in deferred:
-            if parameter.numel() and type(parameter) is Parameter and not parameter.untyped_storage().nbytes():
+            parts = [part for part in dense_parts(parameter) if part.numel()]
+            if isinstance(parameter, Parameter) and any(not part.untyped_storage().nbytes() for part in parts):
                 raise _early_fsdp()
 
 

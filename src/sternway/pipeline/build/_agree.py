@@ -33,6 +33,8 @@ def agreed_plan(request: BuildRequest, transport: Transport) -> BuildPlan:
         return checksum(made[0].schedule.to_json())
 
     found, schedule = transport.crew().agree(prepare), made[0].schedule
+    if request.everyone is not None:  # what is sharded over several pipelines computes together, in one order
+        found = transport.crew_apart(request.everyone).share(checksum(schedule.to_json()))
     other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
     if other is not None:
         raise PipelineError(

@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+from sternway._torch.modes import is_compiled
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._weights import is_empty
 from sternway.pipeline.step._microbatch import ChunkSpec
 from sternway.pipeline.step._scaler import GradScaler
+from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._routes import MAIN
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule
@@ -96,34 +98,64 @@ def check_cuda_graphs(cuda_graphs: Any, device: torch.device, saved: Any) -> Non
         )
 
 
-def check_plain(stages: Any, mesh: Any) -> None:
-    """Raise if what a stage has is sharded in a way that a pipeline does not know: gradients would be wrong."""
+def check_plain(stages: Any, mesh: PipelineMesh | None) -> None:
+    """Raise if a stage is sharded in a way that a pipeline cannot run: its gradients and checkpoints would be wrong.
+
+    Parameters may be DTensors on other dimensions of the mesh than the pipeline's own.
+    """
     for module in [stages] if isinstance(stages, nn.Module) else stages.values():
         if not isinstance(module, nn.Module):
             continue
         old = [name for name, each in module.named_modules() if isinstance(each, FullyShardedDataParallel)]
-        units = [each for each in module.modules() if isinstance(each, FSDPModule)]
-        by_fsdp = {id(parameter) for unit in units for parameter in unit.parameters()}
-        sharded = [(name, p) for name, p in module.named_parameters() if isinstance(p, DTensor)]
-        other = [
-            name
-            for name, p in sharded
-            if id(p) not in by_fsdp or sum(isinstance(each, Shard) for each in p.placements) > 1
-        ]
-        if old or other:
+        if old:
             raise PipelineError(
-                "a pipeline cannot have stages that are sharded by anything but fully_shard",
-                got=f"{(old or other)[0] or type(module).__name__}, sharded by FSDP1 or parallelize_module",
-                fix="pass plain modules, or such that fully_shard has sharded (docs/sharded.md)",
+                "a pipeline cannot have stages that FSDP1 has sharded",
+                got=old[0] or type(module).__name__,
+                fix="use fully_shard (docs/sharded.md)",
             )
-        if sharded and (mesh is None or isinstance(stages, nn.Module)):
+        named = dict(module.named_modules())
+        units = [name for name, each in named.items() if isinstance(each, FSDPModule)]
+        if units and isinstance(stages, nn.Module):
             raise PipelineError(
-                "sharded parameters must be those of stages on a mesh",
-                got=f"{sharded[0][0]}, " + ("without mesh=" if mesh is None else "of a whole model, before it is cut"),
-                fix="pass mesh="
-                if mesh is None
-                else "pass the model as it is, and shard=, which is called on each stage",
+                "fully_shard must be called on stages, not on a whole model before it is cut",
+                got=units[0] or type(module).__name__,
+                fix="pass the model as it is, and shard=, which is called on each stage",
             )
+        by_fsdp = {id(parameter) for name in units for parameter in named[name].parameters()}
+        compiled = {id(p) for each in module.modules() if is_compiled(each) for p in each.parameters()}
+        for name, parameter in module.named_parameters():
+            if isinstance(parameter, DTensor):
+                _check_mesh_of(name, parameter, mesh, id(parameter) in by_fsdp)
+                if id(parameter) in compiled and mesh is not None and mesh.spanned(parameter).difference(mesh.data):
+                    raise PipelineError(
+                        "a stage cannot compile a module with DTensor parameters: their gradients are not right yet",
+                        got=f"{name} in a compiled module",
+                        fix="compile a module without such parameters, or none",
+                    )
+
+
+def _check_mesh_of(name: str, parameter: DTensor, mesh: PipelineMesh | None, by_fsdp: bool) -> None:
+    """Raise unless a parameter's mesh is a part of the pipeline's that has no two of its ranks."""
+    ranks = set(parameter.device_mesh.mesh.flatten().tolist())
+    got = f"{name}, a DTensor on the ranks {sorted(ranks)}"
+    if mesh is None:
+        raise PipelineError(
+            "a pipeline of sharded stages needs the mesh of all their ranks",
+            got=f"{got}, and no mesh=",
+            fix="pass mesh=, a DeviceMesh with a dimension of the pipeline's ranks, and those of the parameters",
+        )
+    if not ranks <= set(mesh.everyone) or len(ranks.intersection(mesh.pipeline)) > 1:
+        raise PipelineError(
+            "the parameters of a stage must be sharded over ranks that hold the same stage",
+            got=f"{got}; the pipeline has the ranks {mesh.pipeline}",
+            fix='shard over other dimensions of mesh=, as parallelize_module(stage, mesh["tp"], …) does',
+        )
+    if not mesh.names_data and mesh.summed(parameter, by_fsdp) > 1:
+        raise PipelineError(
+            "parameters that fully_shard has not sharded must not be sharded along a dimension of different data",
+            got=f"{got}; data differ along {mesh.data}",
+            fix="use a dimension of its own for tensor parallelism; name data_dims= if these are experts",
+        )
 
 
 def check_placement(plan: BuildPlan, request: BuildRequest, transport: Transport) -> None:

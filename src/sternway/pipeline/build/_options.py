@@ -90,7 +90,7 @@ def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOpt
     if draft.measured is None or not transport.mine or len(draft.options) == 1:
         return min(draft.options, key=lambda option: option.cost())
     assert isinstance(request.stages, nn.Module)
-    rehearsal = Rehearsal(transport, request.sample, request.sample_target, request.loss_fn)
+    rehearsal = Rehearsal(transport, request.sample, request.sample_target, request.loss_fn, request.everyone)
     spans = []
     options = sorted(draft.options, key=lambda option: option.cost())[:_REHEARSED]
     for option in options:

@@ -88,7 +88,7 @@ def _from_model(
     cut = layout.cut(model, best.starts)
     here = stages_here(request, transport, best.schedule)
     if request.weights is not None:
-        names = [name for index in here for name in ModelPart(cut, index).state_dict()]
+        names = [name for index in here for name in _names(ModelPart(cut, index))]
         fill(model, names, request.weights, request.device or torch.device("cpu"))
         cut = layout.cut(model, best.starts)  # of the parameters that are there now
     return BuildPlan(
@@ -101,6 +101,12 @@ def _from_model(
         best.limit,
         best.room,
     )
+
+
+def _names(part: nn.Module) -> list[str]:
+    """What a stage needs values for: its state, and buffers that are not saved, if they are on meta."""
+    state = part.state_dict()
+    return [*state, *(name for name, each in part.named_buffers() if each.is_meta and name not in state)]
 
 
 def partition(

@@ -7,7 +7,7 @@ find out. Gradients, buffers and random numbers are afterwards what they were be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,11 +37,21 @@ _STEPS = 3  # the first loads kernels and allocates memory; of the others, the s
 class Rehearsal:
     """Runs steps of a whole model over a transport, with the sample as every microbatch. All ranks do it together.
 
-    The sample and its target are those of the first rank. Without a target, the loss is the sum of the outputs.
+    The sample and its target are those of the first rank. Without a target, the loss is the sum of the outputs. With
+    ``everyone``, the processes of several pipelines, all of them run by the schedules of the first: what is sharded
+    over them computes together.
     """
 
-    def __init__(self, transport: Transport, sample: Any, target: Any, loss_fn: LossFn | None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        sample: Any,
+        target: Any,
+        loss_fn: LossFn | None,
+        everyone: Sequence[int] | None = None,
+    ) -> None:
         self._transport, device = transport, transport.device
+        self._everyone = None if everyone is None else transport.crew_apart(everyone)
         shared = transport.crew().share(_moved(target, torch.device("cpu")) if transport.mine == (0,) else None)[0]
         arguments, keywords = arguments_of(sample) if sample is not None else ((), {})
         goal = 0 if shared is None else _moved(shared, device)
@@ -74,6 +84,8 @@ class Rehearsal:
             measured = measured_costs(first, costs)
             fits = None if room is None else room.fits
             better = candidates(schedule, measured, memory_limit=memory_limit, count=1, fits=fits)[0]
+            if self._everyone is not None:
+                better = self._everyone.share(better)[0]
             return min(first.span, self._run(parts, better).span)
 
     def _run(self, parts: Mapping[int, nn.Module], schedule: Schedule) -> Timeline:

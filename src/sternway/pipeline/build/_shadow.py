@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from sternway.errors import PipelineError
 from sternway.pipeline.build._partition import Layout
 from sternway.pipeline.build._profile import total_loss
 
@@ -29,7 +31,18 @@ def blank(leaf: Any) -> Any:
 
 
 def shadow(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters, buffers and other tensors are without memory."""
+    """A copy of a model whose parameters, buffers and other tensors are without memory.
+
+    Raises:
+        PipelineError: if parameters are sharded: the copy would have them whole.
+    """
+    sharded = next((name for name, each in model.named_parameters() if isinstance(each, DTensor)), None)
+    if sharded is not None:
+        raise PipelineError(
+            "what a sharded model takes is not counted",
+            got=f"{sharded}, a DTensor",
+            fix="leave memory= out; fit counts the model before parallelize_module",
+        )
     held = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
     memo: dict[int, Any] = {id(tensor): blank(tensor) for tensor in (*model.buffers(), *held)}
     for parameter in model.parameters():

@@ -21,7 +21,7 @@ def is_empty(model: Any) -> bool:
 
 
 def on_zeros(model: nn.Module) -> nn.Module:
-    """A copy of the model whose parameters are zeros on the CPU, to run its forward.
+    """A copy of the model whose parameters are zeros on the CPU, as are buffers on meta, to run its forward.
 
     The system maps zeros that nobody has written to one page of memory, so the copy is small, whatever its parameters'
     size.
@@ -30,14 +30,17 @@ def on_zeros(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
         memo[id(parameter)] = nn.Parameter(zeros, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        if buffer.is_meta:
+            memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype)
     return copy.deepcopy(model, memo).cpu()
 
 
 def fill(model: nn.Module, names: Collection[str], weights: Weights, device: torch.device) -> None:
-    """Give a model the parameters and saved buffers of these names, and move all its buffers to the device.
+    """Give a model the parameters and saved buffers of these names, and move all its other buffers to the device.
 
     Tied names stay one parameter. Parameters that have memory already (adapters) are moved; the others of the model
-    stay on meta.
+    stay on meta. Of buffers on meta, those that these names are of are asked for, too, also if they are never saved.
 
     Raises:
         PipelineError: if ``weights`` returns too little, or another shape.
@@ -56,13 +59,14 @@ def fill(model: nn.Module, names: Collection[str], weights: Weights, device: tor
 
 
 def _wanted(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Of these names, those to be read: parameters on meta, each once, and buffers that are saved."""
+    """Of these names, those to be read: parameters on meta, each once, and buffers that are saved or on meta."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    saved = model.state_dict(keep_vars=True)
+    empty = {name: each for name, each in model.named_buffers(remove_duplicate=False) if each.is_meta}
+    known = model.state_dict(keep_vars=True) | empty
     seen: set[int] = set()
     wanted = []
     for name in names:
-        tensor = saved.get(name)
+        tensor = known.get(name)
         if tensor is None or id(tensor) in seen or (name in parameters and not tensor.is_meta):
             continue
         seen.add(id(tensor))
@@ -73,7 +77,8 @@ def _wanted(model: nn.Module, names: Collection[str]) -> list[str]:
 def _move(model: nn.Module, device: torch.device, names: set[str]) -> None:
     for path, module in model.named_modules():
         for short, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, short, buffer.to(device))
+            if not buffer.is_meta:
+                setattr(module, short, buffer.to(device))
         for short, parameter in list(module.named_parameters(recurse=False)):
             if not parameter.is_meta and (f"{path}.{short}" if path else short) in names:
                 parameter.data = parameter.data.to(device)
@@ -89,11 +94,13 @@ def _put(model: nn.Module, name: str, value: Tensor) -> None:
             got=str(list(value.shape)),
             fix="pass the weights of this model",
         )
-    if not isinstance(old, nn.Parameter):
+    if not isinstance(old, nn.Parameter) and not old.is_meta:
         old.copy_(value)
         return
-    new = nn.Parameter(value.to(old.dtype), requires_grad=old.requires_grad)
+    new = value.to(old.dtype)
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
     for module in model.modules():
-        for own, parameter in list(module.named_parameters(recurse=False)):
-            if parameter is old:
+        for own, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            if tensor is old:
                 setattr(module, own, new)

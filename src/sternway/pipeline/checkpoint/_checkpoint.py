@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,22 @@ import torch
 from torch import Tensor, nn
 
 from sternway import __version__
+from sternway._torch.sharded import local_part
 from sternway.errors import CheckpointError
 from sternway.pipeline.checkpoint import _files as files
 from sternway.pipeline.checkpoint import _optimizer_state, _rng
 from sternway.pipeline.checkpoint._files import File, Manifest
-from sternway.pipeline.checkpoint._optimizer_state import OptimizerState
+from sternway.pipeline.checkpoint._optimizer_state import STATE, OptimizerState
 from sternway.pipeline.checkpoint._run_file import freeze, read_run, write_run
 from sternway.pipeline.checkpoint._saving import CheckpointWarning, Resumed, Saving
-from sternway.pipeline.checkpoint._tensors import METADATA, CheckpointReader, Writing, read, read_description
+from sternway.pipeline.checkpoint._tensors import (
+    METADATA,
+    CheckpointReader,
+    Writing,
+    host_buffer,
+    read,
+    read_description,
+)
 from sternway.pipeline.transport._crew import Crew, Outcome
 
 
@@ -55,17 +63,15 @@ class Checkpoints:
 
     Args:
         crew: the processes that save and resume together.
-        stages: this process's.
-        whole: whether the stages' parameters have their names in the whole model.
+        stages: this process's, each with what comes before its names.
         ties: all names of each parameter that has several, by each of them.
         schedule: its name, for the manifest.
     """
 
     def __init__(
-        self, crew: Crew, stages: Mapping[int, nn.Module], whole: bool, ties: dict[str, tuple[str, ...]], schedule: str
+        self, crew: Crew, stages: Sequence[tuple[str, nn.Module]], ties: dict[str, tuple[str, ...]], schedule: str
     ) -> None:
-        self._crew, self._ties = crew.wrapping(CheckpointError), ties
-        self._stages = _with_prefixes(stages, whole, crew)
+        self._crew, self._ties, self._stages = crew.wrapping(CheckpointError), ties, stages
         self._made_with = {"sternway": __version__, "torch": torch.__version__, "schedule": schedule}
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._running: Saving | None = None
@@ -103,13 +109,13 @@ class Checkpoints:
             "values": state.values,
             "options": state.options,
         }
+        copies = {
+            name: {key: self._copied((name, key), tensor) for key, tensor in fields.items()}
+            for name, fields in state.tensors.items()
+        }
         tensors = {
             "model": {name: self._copied(("model", name), tensor) for name, tensor in self._model().items()},
-            "optimizer": {
-                name: {key: self._copied((name, key), tensor) for key, tensor in fields.items()}
-                for name, fields in state.tensors.items()
-                if fields
-            },
+            "optimizer": _optimizer_state.as_torch_names(copies, state),
         }
         if _rng.uses_cuda():
             torch.cuda.synchronize()
@@ -119,9 +125,9 @@ class Checkpoints:
         """A copy on the CPU, in a buffer that the next save uses again."""
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._buffers[key] = buffer
-        return buffer.copy_(tensor.detach(), non_blocking=True)
+            self._buffers[key] = buffer = host_buffer(tensor, tensor.dtype)
+        local_part(buffer).copy_(local_part(tensor.detach()), non_blocking=True)
+        return buffer
 
     def _write(self, request: SaveRequest, prepared: Outcome[Any]) -> Path:
         crew = self._crew
@@ -192,17 +198,19 @@ class Checkpoints:
             run = read_run(path, manifest)
             description = read_description(path / METADATA, manifest.files)
             state = OptimizerState(values=run["values"], options=run["options"])
+            wanted: dict[str, Tensor | None] = {f"model.{name}": value for name, value in self._model().items()}
             fields: dict[str, list[str]] = {}
             if optimizer is not None:
                 _optimizer_state.take(optimizer, self._names())  # raises if a parameter is unknown
-                known = [_optimizer_state.known_name(name, state, self._ties) for name in self._names().values()]
-                fields = {name: run["fields"][name] for name in known}
-            wanted = [f"model.{name}" for name in self._model()]
-            wanted += [f"optimizer.{name}.{key}" for name, keys in fields.items() for key in keys]
+                for name in self._names().values():
+                    saved = _optimizer_state.known_name(name, state, self._ties)
+                    fields[saved] = run["fields"][saved]
+                    like = wanted.get(f"model.{name}")
+                    wanted |= {f"{STATE}.{saved}.{key}": None if key == "step" else like for key in fields[saved]}
             loaded = read(CheckpointReader(path, manifest.files), description, wanted)
             _check_shapes(self._model(), loaded)
             state.tensors = {
-                name: {key: loaded[f"optimizer.{name}.{key}"] for key in keys} for name, keys in fields.items()
+                name: {key: loaded[f"{STATE}.{name}.{key}"] for key in keys} for name, keys in fields.items()
             }
             return run, loaded, state
 
@@ -211,7 +219,7 @@ class Checkpoints:
         run, loaded, state = outcome.result()
         with torch.no_grad():
             for name, tensor in self._model().items():
-                tensor.copy_(loaded[f"model.{name}"])
+                local_part(tensor).copy_(local_part(loaded[f"model.{name}"]))
         if optimizer is not None:
             _optimizer_state.give(optimizer, self._names(), state, self._ties)
         if scheduler is not None and run["scheduler"] is not None:
@@ -236,10 +244,15 @@ class Checkpoints:
         return names
 
 
-def _with_prefixes(stages: Mapping[int, nn.Module], whole: bool, crew: Crew) -> list[tuple[str, nn.Module]]:
-    """Each stage with a prefix for its names: empty, unless stages have names in common.
+def with_prefixes(stages: Mapping[int, nn.Module], whole: bool, crew: Crew) -> list[tuple[str, nn.Module]]:
+    """Each stage with what comes before its names: nothing, unless stages have names in common.
 
-    Then the prefix is the stage's index, as if the stages were one ``nn.Sequential``.
+    Then it is the stage's index, as if the stages were one ``nn.Sequential``. All processes call it together.
+
+    Args:
+        stages: this process's.
+        whole: whether they are parts of a whole model, and so have its names.
+        crew: the processes of the pipeline.
     """
     held = crew.share({index: list(stage.state_dict()) for index, stage in stages.items()})
     by_stage = {index: names for part in held for index, names in part.items()}

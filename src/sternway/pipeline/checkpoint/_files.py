@@ -27,7 +27,7 @@ from typing import Any
 from sternway.errors import CheckpointError
 
 MANIFEST, RUN = "manifest.json", "run.pt"
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})(\.old)?")
 
 

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from sternway.errors import CheckpointError
 
+STATE = "optimizer.state"
+"""What comes before the names of an optimizer's tensors in a checkpoint, as torch names them."""
+
 
 @dataclass(slots=True)
 class OptimizerState:
@@ -49,6 +52,18 @@ def take(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Optimize
             found.tensors[name] = {key: value for key, value in state.items() if isinstance(value, Tensor)}
             found.values[name] = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
     return found
+
+
+def as_torch_names(tensors: Mapping[str, Mapping[str, Tensor]], state: OptimizerState) -> dict[str, Any]:
+    """The state of an optimizer, nested so that it is saved under torch's names.
+
+    They are those of ``get_optimizer_state_dict`` with ``flatten_optimizer_state_dict=True``, so that other programs
+    can load it with torch.distributed.checkpoint. Options are written for them; we read ours from ``run.pt``.
+    """
+    return {
+        "state": {name: {**fields, **state.values[name]} for name, fields in tensors.items()},
+        "param_groups": dict(state.options),
+    }
 
 
 def give(

@@ -1,14 +1,17 @@
 """Tensors by name, written and read with the planners and storage of torch.distributed.checkpoint.
 
 torch's reader unpickles ``.metadata``, and any entry that is not a tensor, without restrictions: whoever can write the
-file can run code. Here ``.metadata`` may name only what describes tensors, every entry must be a tensor, and every
-tensor must be in a file of the manifest.
+file can run code. Here ``.metadata`` may name only what describes tensors and bytes, only tensors are read, and every
+one must be in a file of the manifest. Bytes are written for other programs: the options of optimizers.
+
+Of a DTensor each process writes its own shard, and reads what overlaps with it, however it was sharded when it was
+saved.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -16,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
 
 from sternway._torch.distributed import description_globals
 from sternway.errors import CheckpointError
@@ -118,7 +122,8 @@ def _problem(found: Any, files: Mapping[str, Any]) -> str:
     if not isinstance(found, Metadata):
         return f"a {type(found).__name__}"
     for name, entry in found.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
+        of_other_programs = isinstance(entry, BytesStorageMetadata) and name.startswith("optimizer.")
+        if not isinstance(entry, TensorStorageMetadata) and not of_other_programs:
             return f"a {type(entry).__name__} for {name}"
     for index, place in found.storage_data.items():
         if place.relative_path not in files or place.transform_descriptors:
@@ -139,14 +144,26 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def read(reader: CheckpointReader, description: Metadata, names: Iterable[str]) -> dict[str, Tensor]:
-    """Read the tensors of these names, to the CPU.
+def host_buffer(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory on the CPU for a tensor of this shape; for a DTensor, a DTensor of the same shards."""
+    if isinstance(like, DTensor):
+        return like.detach().to("cpu", dtype, copy=True)  # keeps its mesh, whatever the device of that is
+    return torch.empty(like.shape, dtype=dtype, pin_memory=like.is_cuda)
+
+
+def read(reader: CheckpointReader, description: Metadata, wanted: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Read tensors to the CPU.
+
+    Args:
+        reader: of the checkpoint.
+        description: of the checkpoint.
+        wanted: for each name the tensor that it is for. Of a DTensor, only its shard is read.
 
     Raises:
         CheckpointError: if a name is missing.
     """
     into: dict[str, Any] = {}
-    for name in names:
+    for name, like in wanted.items():
         entry = description.state_dict_metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(
@@ -154,7 +171,10 @@ def read(reader: CheckpointReader, description: Metadata, names: Iterable[str]) 
                 got=f"none for {name}",
                 fix="resume the same model",
             )
-        into[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(like, DTensor) and like.shape == entry.size:
+            into[name] = host_buffer(like, entry.properties.dtype)
+        else:
+            into[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     planner = DefaultLoadPlanner()
     planner.set_up_planner(into, description, is_coordinator=True)
     reader.set_up_storage_reader(description, is_coordinator=True)

@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from sternway._torch.modes import is_innermost
+from sternway._torch.modes import WHOLE_CALL, is_innermost, whole_call
 from sternway._torch.tensors import storage_id
 from sternway.pipeline.forward._absent import Absent, tensors_in
 from sternway.pipeline.forward._names import FROM_PYTHON, LOOKS, RANDOM, READS, function_name, python_random_state
@@ -137,19 +138,29 @@ PieceCall = Callable[[str, Callable[..., Any], Any, Any], Any]
 
 @contextmanager
 def intercepted(pieces: Mapping[str, nn.Module], call: PieceCall) -> Iterator[None]:
-    """A block in which the pieces' forwards are passed to ``call``. Hooks of the modules run as always."""
-    before = {name: vars(module).get("forward") for name, module in pieces.items()}
+    """A block in which the pieces' forwards are passed to ``call``. Hooks of the modules run as always.
+
+    The hooks of modules on a device mesh are a part of them: they make DTensors of what goes in, and shards of what
+    comes out.
+    """
+    places = {name: WHOLE_CALL if _is_on_mesh(module) else "forward" for name, module in pieces.items()}
+    before = {name: vars(module).get(places[name]) for name, module in pieces.items()}
     for name, module in pieces.items():  # into the dict itself: a module looks at each attribute that is set
-        vars(module)["forward"] = _stand_in(name, module.forward, call)
+        forward = module.forward if places[name] == "forward" else whole_call(module)
+        vars(module)[places[name]] = _stand_in(name, forward, call)
     try:
         yield
     finally:
         for name, module in pieces.items():
-            own = before[name]
+            own, place = before[name], places[name]
             if own is None:
-                del vars(module)["forward"]
+                del vars(module)[place]
             else:
-                vars(module)["forward"] = own
+                vars(module)[place] = own
+
+
+def _is_on_mesh(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def _stand_in(name: str, forward: Callable[..., Any], call: PieceCall) -> Callable[..., Any]:

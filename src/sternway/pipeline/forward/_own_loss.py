@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sternway.errors import PipelineError
 
@@ -38,7 +39,7 @@ def loss_of(output: Any) -> Tensor:
             got=f"a {type(output).__name__} without one",
             fix="pass labels= to step, or loss_fn= to Pipeline",
         )
-    return found
+    return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 def shares(labels: list[Any]) -> list[Tensor] | list[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,15 +35,34 @@ class Copies:
         reduce_dtype: torch.dtype | None,
     ) -> None:
         self._mesh = mesh
-        found = {mesh.averaged(parameter) for stage in stages.values() for parameter in stage.module.parameters()}
+        named = [(stage, *each) for stage in stages.values() for each in stage.module.named_parameters()]
+        self._by_fsdp = {id(p) for stage, name, p in named if stage.shards is not None and name in stage.shards.names}
+        summed = [(p, mesh.summed(p, id(p) in self._by_fsdp)) for _, _, p in named if p.requires_grad]
+        self._summed = [(parameter, times) for parameter, times in summed if times > 1]
+        self._handles: list[Any] = []
+        found = {self._dims(parameter) for _, _, parameter in named}
         ways = sorted(dims for dims in found if dims)  # so that all processes make them in the same order
         self._averages = {dims: DataParallel(collective(mesh.along(dims)), reduce_dtype) for dims in ways}
+
+    def _dims(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        return self._mesh.averaged(parameter, id(parameter) in self._by_fsdp)
+
+    def begin(self) -> None:
+        """A step begins: divide gradients that are sums over processes, by hooks: .grad may have some already."""
+        self.end()
+        for parameter, times in self._summed:
+            self._handles.append(parameter.register_hook(partial(torch.mul, 1 / times)))  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """A step is over, or has failed: remove these hooks."""
+        while self._handles:
+            self._handles.pop().remove()
 
     def start(self, parameters: Iterable[nn.Parameter]) -> None:
         """Begin to average these parameters' gradients."""
         groups: dict[tuple[str, ...], list[nn.Parameter]] = {}
         for parameter in parameters:
-            if dims := self._mesh.averaged(parameter):
+            if dims := self._dims(parameter):
                 groups.setdefault(dims, []).append(parameter)
         for dims, group in groups.items():
             self._averages[dims].start(group)

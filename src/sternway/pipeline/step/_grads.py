@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sternway._torch.sharded import local_part
 from sternway._torch.tensors import scale_each
@@ -117,17 +118,26 @@ class Gradients:
 
     def begin(self) -> None:
         """A step begins: set aside what tied parameters have, so that only this step's gradients are summed."""
+        if self._copies is not None:
+            self._copies.begin()
         for tie in self._ties:
             if self._is_summed(tie):
                 for parameter in tie.here:
                     self._before[id(parameter)], parameter.grad = parameter.grad, None
 
+    def end(self) -> None:
+        """A step is over, or has failed."""
+        if self._copies is not None:
+            self._copies.end()
+
     def stage_done(self, stage: Stage) -> None:
         """A stage's last W is done: begin to average its gradients over the copies."""
+        sharded = () if stage.shards is None else stage.shards.names  # they are unsharded now, and averaged later
+        plain = [p for name, p in stage.module.named_parameters() if name not in sharded]
+        for parameter in plain:
+            _add_terms(parameter)
         if self._copies is not None:
-            sharded = () if stage.shards is None else stage.shards.names  # they are unsharded now, and averaged later
-            named = stage.module.named_parameters()
-            self._copies.start(p for name, p in named if name not in sharded and id(p) not in self._tied)
+            self._copies.start(p for p in plain if id(p) not in self._tied)
 
     def finish(self) -> None:
         """All actions are done: sum the gradients of tied parameters, and finish reducing and averaging."""
@@ -211,6 +221,17 @@ class Gradients:
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in named_parameters(self._stages)]
+
+
+def _add_terms(parameter: nn.Parameter) -> None:
+    """If the processes that a parameter is on each have a term of its gradient, add these up.
+
+    Autograd leaves it so where activations are sharded and the parameter is not, as in sequence parallelism. The
+    optimizer would do this; a norm, or a sum over ranks, of what one process has would be wrong.
+    """
+    grad = parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(grad, DTensor) and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def float_of(number: Real) -> float:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sternway._tree import leaves, replace_leaves
 from sternway.errors import PipelineError
@@ -81,10 +82,12 @@ def _one_number(loss: Any) -> Tensor:
         raise PipelineError(
             "loss_fn must return one number", got=got, fix="reduce it, as by .mean(), or return (sum, count)"
         )
-    return loss
+    return loss.full_tensor() if isinstance(loss, DTensor) else loss  # a shard of it may be a term of a sum
 
 
 def _number(count: Any) -> float:
+    if isinstance(count, DTensor):
+        count = count.full_tensor()
     return float(count.detach() if isinstance(count, Tensor) else count)
 
 

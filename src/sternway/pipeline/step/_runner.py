@@ -247,6 +247,7 @@ class StepRunner:
             with self._guard.whole_step():
                 yield
         finally:
+            self._gradients.end()
             for stage in self._stages.values():
                 stage.clear()
 

@@ -98,7 +98,7 @@ class Stage:
             self.shards.wait(all_units=False)
         training = torch.is_grad_enabled()
         inputs = {name: as_inputs(*payload) if training else payload[1] for name, payload in received.items()}
-        trees = {name: unpack(spec, inputs[name]) for name, (spec, _) in received.items()}
+        trees = {name: unpack(spec, inputs[name], self.module.parameters) for name, (spec, _) in received.items()}
         keywords = dict(microbatch.stage_kwargs or {})
         if MAIN in trees:
             main = trees.pop(MAIN)
@@ -117,7 +117,7 @@ class Stage:
         output, skips = (result.output, result.skips) if isinstance(result, WithSkips) else (result, {})
 
         sent = skips if self.is_last else {MAIN: output} | skips
-        payloads = {name: pack(tree) for name, tree in sent.items()}
+        payloads = {name: pack(tree, shards=True) for name, tree in sent.items()}
         graph_outputs = {name: [t for t in tensors if t.requires_grad] for name, (_, tensors) in payloads.items()}
         if self.is_last:
             loss = self._loss(output, microbatch)

@@ -2,10 +2,11 @@
 
 Which gradients are averaged by whom? Along a dimension of different data,
 
-    a parameter whose DTensor spans the dimension     is averaged by whoever sharded it, such as FSDP
-    any other, plain or a DTensor of other dimensions is averaged by the pipeline
+    a parameter of FSDP whose mesh has the dimension   is averaged by FSDP
+    any other that is sharded along it (experts)       has a sum over the data of all, which the pipeline divides
+    any other, plain or a DTensor that is whole there  is averaged by the pipeline
 
-Along a dimension of the same data (tensor or expert parallelism) nothing is averaged.
+Along a dimension of the same data (tensor parallelism) nothing is averaged.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from sternway.errors import PipelineError
 
@@ -35,6 +36,7 @@ class PipelineMesh:
     Attributes:
         names: of all dimensions.
         data: those along which data differ.
+        names_data: whether the user named these.
         device_type: where its processes compute.
         pipeline: the global ranks of this process's pipeline.
         peers: those of the processes that have the same stages as this one, or shards of them.
@@ -59,7 +61,7 @@ class PipelineMesh:
                 got=repr(data_dims),
                 fix=f"pass some of {[name for name in self.names if name != pp_dim]}",
             )
-        self.data, self._mesh = tuple(wanted), mesh
+        self.data, self.names_data, self._mesh = tuple(wanted), data_dims is not None, mesh
         self._others = tuple(name for name in self.names if name != pp_dim)
         self._spanned: dict[Any, set[str]] = {}  # by the mesh of a DTensor
         self.device_type: str = mesh.device_type
@@ -86,17 +88,35 @@ class PipelineMesh:
             self._spanned[mesh] = {name for name in self._others if ranks >= set(self.along([name]))}
         return self._spanned[mesh]
 
-    def averaged(self, parameter: Tensor) -> tuple[str, ...]:
+    def sharded(self, tensor: Tensor) -> set[str]:
+        """The dimensions along which processes have different shards of a tensor."""
+        if not isinstance(tensor, DTensor):
+            return set()
+        mesh, place = tensor.device_mesh, tensor.device_mesh.get_coordinate() or ()
+        found: set[str] = set()
+        for dim, placement in enumerate(tensor.placements):
+            if not placement.is_replicate():
+                index = tuple(slice(None) if each == dim else at for each, at in enumerate(place))
+                ranks = set(mesh.mesh[index].flatten().tolist())
+                found |= {name for name in self._others if ranks >= set(self.along([name]))}
+        return found
+
+    def averaged(self, parameter: Tensor, by_fsdp: bool) -> tuple[str, ...]:
         """The dimensions along which the pipeline averages a parameter's gradient."""
-        spanned = self.spanned(parameter)
-        return tuple(name for name in self.data if name not in spanned)
+        others = self.spanned(parameter) if by_fsdp else self.sharded(parameter)
+        return tuple(name for name in self.data if name not in others)
+
+    def summed(self, parameter: Tensor, by_fsdp: bool) -> int:
+        """Over how many processes' data a parameter's gradient is a sum, because it is sharded over them."""
+        dims = set() if by_fsdp else self.sharded(parameter).intersection(self.data)
+        return math.prod(len(self.along([name])) for name in dims)
 
     def share(self, tensor: Tensor) -> float:
         """What part of a sum over peers each of them counts, so that every number counts once."""
         pieces = 1
         if isinstance(tensor, DTensor):
             sizes = zip(tensor.placements, tensor.device_mesh.mesh.shape, strict=True)
-            pieces = math.prod(size for placement, size in sizes if isinstance(placement, Shard))
+            pieces = math.prod(size for placement, size in sizes if not placement.is_replicate())
         return pieces / len(self.peers)
 
     def check_used(self, used: Iterable[str]) -> None:

@@ -6,14 +6,16 @@ values that are no tensors, and each tensor's shape and dtype, and whether a gra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from sternway._tree import CONSTANT, TensorIndex, leaves, put_tensors, take_tensors
+from sternway._tree import CONSTANT, TensorIndex, leaves, replace_leaves, take_tensors
+from sternway.pipeline.transport._shards import ShardLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,25 @@ class TensorSpec:
         return received.permute([self.order.index(dim) for dim in range(len(self.order))])
 
 
+class ShardIndex(TensorIndex):
+    """Stands in a tree for a DTensor: the n-th tensor is this rank's shard of it."""
+
+    __slots__ = ("layout",)
+
+    def __init__(self, index: int, layout: ShardLayout) -> None:
+        super().__init__(index)
+        self.layout = layout
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShardIndex) and (other.index, other.layout) == (self.index, self.layout)
+
+    def __hash__(self) -> int:
+        return hash(self.index)
+
+    def __repr__(self) -> str:
+        return f"ShardIndex({self.index}, {self.layout})"
+
+
 @dataclass(frozen=True, slots=True)
 class Spec:
     """A payload without the tensors' contents."""
@@ -83,15 +104,32 @@ class Spec:
 Payload = tuple[Spec, list[Tensor]]
 
 
-def pack(tree: Any) -> Payload:
-    """Take the tensors out of a tree."""
+def pack(tree: Any, *, shards: bool = False) -> Payload:
+    """Take the tensors out of a tree; with ``shards``, of DTensors this rank's shard, which is differentiable."""
     shape, tensors = take_tensors(tree)
+    if shards:
+        layouts = [ShardLayout.of(each) if isinstance(each, DTensor) else None for each in tensors]
+        tensors = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+        shape = replace_leaves(lambda leaf: _noted(leaf, layouts), shape)
     return Spec(shape, tuple(TensorSpec.of(t) for t in tensors)), tensors
 
 
-def unpack(spec: Spec, tensors: Sequence[Tensor]) -> Any:
-    """Put tensors back into the tree they were taken from."""
-    return put_tensors(spec.tree, tensors)
+def _noted(leaf: Any, layouts: Sequence[ShardLayout | None]) -> Any:
+    """A leaf of a tree, with its layout if it stands for a DTensor."""
+    layout = layouts[leaf.index] if isinstance(leaf, TensorIndex) else None
+    return leaf if layout is None else ShardIndex(leaf.index, layout)
+
+
+def unpack(spec: Spec, tensors: Sequence[Tensor], parameters: Callable[[], Iterable[Tensor]] = tuple) -> Any:
+    """Put tensors back into the tree they were taken from. Shards become DTensors on the mesh of some parameter."""
+
+    def replace(leaf: Any) -> Any:
+        if not isinstance(leaf, TensorIndex):
+            return leaf
+        tensor = tensors[leaf.index]
+        return leaf.layout.join(tensor, parameters()) if isinstance(leaf, ShardIndex) else tensor
+
+    return replace_leaves(replace, spec.tree)
 
 
 def as_inputs(spec: Spec, tensors: Sequence[Tensor]) -> list[Tensor]:
