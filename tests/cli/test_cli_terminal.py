@@ -45,10 +45,10 @@ def test_no_cell_is_cut_at_any_width(command: str, width: int) -> None:
 def test_plan_keeps_its_verdict_and_names_what_it_leaves_out() -> None:
     text = run(COMMANDS["plan"], 60)
     head, *rows = table_of(text)
-    assert head == ["schedule", "bubble rate", "makespan", "fits"]
+    assert head == ["schedule", "bubble", "makespan", "memory", "fits"]
     assert [row[-1] for row in rows].count("best") == 1
     assert {row[-1] for row in rows} == {"best", "yes", "no"}
-    assert "left out, as there is no room: peak memory, above bound\n" in text
+    assert "left out, as there is no room: period, above bound\n" in text
     assert "left out" not in run(COMMANDS["plan"], 80)
 
 

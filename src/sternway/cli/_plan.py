@@ -228,10 +228,10 @@ def _print_table(comparison: Comparison) -> None:
     best = comparison.best
     columns = (
         TableColumn("schedule", right=False),
-        TableColumn("bubble rate"),
+        TableColumn("bubble"),
         TableColumn("period", drop=4),
         TableColumn("makespan", drop=1),
-        TableColumn("peak memory", drop=2),
+        TableColumn("memory", drop=2),
         TableColumn("above bound", drop=3),
         TableColumn("fits", right=False),
     )
