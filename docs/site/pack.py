@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import base64
 import gzip
-import io
 import json
 import sys
-import zipfile
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
 
 sys.path.insert(0, str(Path(__file__).parent))
+from schedules import schedules
+
 from vendor import file_of
 
 HERE = Path(__file__).parent / "playground"
-SOURCE = Path(__file__).parents[2] / "src"
 PYODIDE = ("pyodide.asm.js", "pyodide.js", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 
 
@@ -33,15 +32,3 @@ def on_files(files: Any, config: Any) -> Any:
     script = f"globalThis.STERNWAY_PLAYGROUND = {json.dumps(text)};\n"
     files.append(File.generated(config, "site/playground/data.js", content=script))
     return files
-
-
-def schedules() -> bytes:
-    """``sternway.schedule`` and the files outside of it that it imports, and the playground's own Python, as a zip."""
-    package = SOURCE / "sternway"
-    paths = [package / "__init__.py", package / "errors.py", *sorted((package / "schedule").rglob("*.py"))]
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
-        for path in paths:
-            archive.write(path, path.relative_to(SOURCE))
-        archive.write(HERE / "model.py", "model.py")
-    return made.getvalue()
