@@ -80,14 +80,14 @@ def as_a_group(stage: nn.Module, mesh: DeviceMesh) -> None:
 
 
 @contextmanager
-def counting() -> Iterator[dict[str, int]]:
-    """Counts the collectives of FSDP."""
+def counting(amount: Callable[[list[Tensor]], int] = lambda tensors: 1) -> Iterator[dict[str, int]]:
+    """Counts the collectives of FSDP, each as ``amount`` of its tensors."""
     counts = dict.fromkeys(GATHER_REDUCE, 0)
     before = {name: getattr(dist, name) for name in counts}
 
     def counted(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += 1
+            counts[name] += amount([each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)])
             return before[name](*args, **kwargs)
 
         return call

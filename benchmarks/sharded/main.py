@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from models import gpt
 
 from gloo import free_port, join_group
-from sharded_cases import GATHER_REDUCE
+from sharded_cases import counting
 from small_gpus import become_small_gpu, mps
 from sternway import pipeline, schedule
 
@@ -144,27 +144,9 @@ class OurRow:
             yield lambda x, target: pipe.step(x, target=target, record=False), list(pipe.parameters())
 
 
-@contextmanager
-def counting() -> Iterator[dict[str, int]]:
-    """Counts the bytes that FSDP gathers and reduces."""
-    counts = dict.fromkeys(GATHER_REDUCE, 0)
-    before = {name: getattr(dist, name) for name in counts}
-
-    def counted(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-            counts[name] += max(tensor.nbytes for tensor in tensors)  # of the whole, not of one shard
-            return before[name](*args, **kwargs)
-
-        return call
-
-    for name in counts:
-        setattr(dist, name, counted(name))
-    try:
-        yield counts
-    finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
+def whole_bytes(tensors: list[Tensor]) -> int:
+    """What a collective of FSDP gathers or reduces: of its tensors the largest, of which the others are shards."""
+    return max(tensor.nbytes for tensor in tensors)
 
 
 def run(rank: int, port: int, case: Case, shared: dict[str, str], names: list[list[str]], results: Any) -> None:
@@ -222,7 +204,7 @@ def _time(
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    with counting() as counts:
+    with counting(whole_bytes) as counts:
         dist.barrier(together)
         start = time.perf_counter()
         for _ in range(case.steps):
