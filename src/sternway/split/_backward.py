@@ -87,8 +87,9 @@ def backward_input(
 
     places = plan.inputs
     bottom = [cut for cut in plan.cuts if not cut.runs_in_i]
+    taken = plan.cuts if plan.is_quiet else bottom
     asked = [*plan.ready, *plan.triggers]
-    nodes = [*plan.ready, *[cut.node for cut in bottom]]
+    nodes = [*plan.ready, *[cut.node for cut in taken]]
     edges = [GradientEdge(*place) for place in places] + [GradientEdge(node, 0) for node in nodes]
     edges += [GradientEdge(*part.edge) for part in plan.branches] + [GradientEdge(node, 0) for node in plan.triggers]
     offers = [Offer(each.node, each.positions) for each in plan.opaque]
@@ -96,7 +97,7 @@ def backward_input(
     with _used_once(), sharing(group) if group else nullcontext():
         calls = {cut.node: cut.call for cut in (*plan.functions, *plan.trials)}
         with (
-            catching(plan.cuts),
+            catching(plan.cuts, plan.is_quiet),
             calling_instead(calls) if calls else nullcontext(),
             making(offers),
             without_hooks(asked) as ran,
@@ -104,8 +105,9 @@ def backward_input(
         ):
             found = torch.autograd.grad(tensors, edges, grads, allow_unused=True) if edges else ()
         of_nodes = found[len(places) :]
-        for cut, grad in zip(bottom, of_nodes[len(plan.ready) :], strict=False):
+        for cut, grad in zip(taken, of_nodes[len(plan.ready) :], strict=False):
             cut.keep(grad)
+        for cut in bottom:
             spend(cut.node)
     UNSEEN.count_own(len(bottom))
     of_leaves = list(zip(plan.ready, of_nodes, strict=False))

@@ -74,7 +74,8 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge], exact: bool = False) -> 
     places = [edge for edge in inputs if edge in reached]
     branches, trials = list(planner.branches.values()), planner.trials
     opaque, recomputes = planner.opaque, planner.recomputes
-    return SplitPlan(cuts, planner.ready, places, opaque, branches, recomputes, triggers, functions, trials)
+    quiet = planner.is_quiet and not planner.function_kinds
+    return SplitPlan(cuts, planner.ready, places, opaque, branches, recomputes, triggers, functions, trials, quiet)
 
 
 class _Planner:
@@ -98,6 +99,7 @@ class _Planner:
         self.opaque_kinds: set[type] = set()
         self.function_kinds: set[type] = set()
         self.trials: list[FunctionCut] = []
+        self.is_quiet = True
 
     def set_aside(self, roots: Sequence[Edge]) -> None:
         """Take the branches that lead to no input off the spine."""
@@ -236,8 +238,10 @@ class _Planner:
     def cut(self, node: Node, edges: Sequence[Edge], operands: Operands) -> Sequence[Edge]:
         """Make the node a cut, if some of its operands can be deferred; the edges that I follows."""
         packed = packing(node)
-        if packed is Packing.FOREIGN or UNSEEN.on_node(node):  # hooks on it expect the gradients of all operands
-            return edges
+        if packed is not Packing.NONE or not UNSEEN.beyond(node):
+            self.is_quiet = False
+            if packed is Packing.FOREIGN or UNSEEN.on_node(node):  # hooks on it expect the gradients of all operands
+                return edges
         parts = (
             self.chains_of(operands.weights, edges)
             or self.chains_of(operands.lefts, edges)

@@ -14,7 +14,7 @@ from sternway.split._unseen import UNSEEN
 
 
 @contextmanager
-def catching(cuts: list[Cut]) -> Iterator[None]:
+def catching(cuts: list[Cut], asked: bool = False) -> Iterator[None]:
     """Keep, at each cut that runs in the block, the gradient that arrives there and what W needs beside it.
 
     A hook that only appends to a list may stay: the engine frees the nodes that it has run, and the gradient is taken
@@ -27,7 +27,7 @@ def catching(cuts: list[Cut]) -> Iterator[None]:
                 readers.append(cut.node.register_prehook(cut.read_and_keep))
             elif cut.packing is not Packing.CHECKPOINT:
                 cut.read()
-                if cut.runs_in_i:
+                if cut.runs_in_i and not asked:
                     handles.append(cut.node.register_prehook(cut.grads.append))
         UNSEEN.count_own(len(handles) + len(readers))
         yield
