@@ -22,13 +22,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway._storage import storage_sizes
-from sternway._torch.hooks import accumulate_hooks, both_hooks, tensor_hooks
+from sternway._torch.hooks import accumulate_hooks, leaf_state, tensor_hooks
 from sternway._torch.parallel import in_process_group
 from sternway._torch.tensors import ORDINARY, add_each, layout_enforced, needs_grad
 from sternway.errors import PendingError
 from sternway.split._behind import held_behind
 from sternway.split._part import Node, Part, sum_to
 from sternway.split._unseen import UNSEEN
+
+_STRIDED = torch.strided
 
 
 @dataclass(slots=True)
@@ -58,6 +60,7 @@ class Accumulator:
         self._anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         self._steps: list[Callable[[], object]] = []  # run from the last to the first
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # by id of .grad: what is added to it, all in one call
+        self._unsummed: list[tuple[int, torch.Size]] = []  # of these, not yet summed over broadcast dimensions
         self._written: list[Tensor] = []
         self._calls: deque[EngineCall] = deque()
         self._hooked = EngineCall({}, [])  # a hook may be on several parameters: all of them in one call
@@ -71,19 +74,15 @@ class Accumulator:
         It can if the parameter and its node have no Python hooks, and it and its ``.grad`` are ordinary dense tensors.
         """
         parameter: Tensor = leaf.variable
-        if self._anomaly or leaf in self._call_of or type(parameter) not in ORDINARY:
+        if type(parameter) not in ORDINARY or self._anomaly or leaf in self._call_of:
             return None
-        if (
-            not parameter.requires_grad
-            or any(both_hooks(parameter))
-            or (id(parameter) not in self._clean and UNSEEN.on_leaf(leaf))
-        ):
+        needs, before, after, grad, dtype = leaf_state(parameter)
+        if not needs or before or after or (id(parameter) not in self._clean and UNSEEN.on_leaf(leaf)):
             return None
-        grad, dtype = parameter.grad, parameter.dtype
         if grad is None:
-            if parameter.layout != torch.strided or getattr(parameter, "grad_dtype", dtype) != dtype:
+            if parameter.layout is not _STRIDED or getattr(parameter, "grad_dtype", dtype) != dtype:
                 return None
-        elif type(grad) is not Tensor or grad.layout != torch.strided or grad.dtype != dtype or grad.requires_grad:
+        elif type(grad) is not Tensor or grad.layout is not _STRIDED or grad.dtype is not dtype or grad.requires_grad:
             return None
         self._written.append(parameter)
         return parameter
@@ -115,16 +114,30 @@ class Accumulator:
     def add_value(self, parameter: Tensor, value: Tensor) -> None:
         """Add ``value`` to ``parameter.grad``; if that is None, ``value`` may become it, and must be nobody else's."""
         total, shape = parameter.grad, parameter.shape
+        if total is not None and value.is_cpu and self._can_wait(total, value):
+            if value.shape != shape:
+                self._unsummed.append((id(total), shape))
+            self._sums[id(total)] = (total, value)
+            return
         if value.shape != shape:
             value = sum_to(value, shape)
         if total is None:
             parameter.grad = value if value.layout != torch.strided else _like_parameter(value, parameter)
         elif total.layout != torch.strided:  # an earlier sparse gradient
             parameter.grad = value + total
-        elif value.dtype == total.dtype and value.layout == torch.strided and id(total) not in self._sums:
+        elif self._can_wait(total, value):
             self._sums[id(total)] = (total, value)
-        else:  # one call must not write to the same tensor twice
+        else:
             total.add_(value.to(total.dtype) if self.exact else value)  # autograd rounds before it adds
+
+    def _can_wait(self, total: Tensor, value: Tensor) -> bool:
+        """Whether a value can be added together with others; one call must not write to the same tensor twice."""
+        return (
+            value.dtype is total.dtype
+            and value.layout is _STRIDED
+            and total.layout is _STRIDED
+            and id(total) not in self._sums
+        )
 
     def postpone(self, step: Callable[[], object]) -> None:
         """Call ``step`` in ``flush()``; it may add more."""
@@ -133,12 +146,21 @@ class Accumulator:
     def flush(self) -> None:
         """Run what ``add_product``, ``add_value`` and ``postpone`` have queued."""
         steps = self._steps
+        self._sum()
         while steps:
             steps.pop()()
         if self._sums:
+            self._sum()  # what steps have added
             sums = self._sums.values()
             add_each([total for total, _ in sums], [value for _, value in sums])
             self._sums.clear()
+
+    def _sum(self) -> None:
+        sums, unsummed = self._sums, self._unsummed
+        for key, shape in unsummed:
+            total, value = sums[key]
+            sums[key] = total, sum_to(value, shape)
+        unsummed.clear()
 
     def queue_call(self, call: EngineCall) -> None:
         """Let parts go through the engine; later parts of the same leaves will join them."""
