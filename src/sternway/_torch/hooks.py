@@ -37,10 +37,6 @@ both_hooks: Callable[[Tensor], tuple[dict[int, Any] | None, dict[int, Any] | Non
 both_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 """``tensor_hooks`` and ``accumulate_hooks`` at once, without a Python frame; for tensors of the ``ORDINARY`` types."""
 
-leaf_state: Callable[[Tensor], tuple[bool, Any, Any, Tensor | None, torch.dtype]]
-leaf_state = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "grad", "dtype")
-"""``requires_grad``, ``both_hooks``, ``grad`` and ``dtype`` of a leaf at once; for tensors of the ``ORDINARY`` types."""
-
 
 def hooks_registered() -> int:
     """How many hooks Python code has put on tensors, nodes and modules since the process began, probes apart."""

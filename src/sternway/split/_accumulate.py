@@ -5,8 +5,8 @@ an ordinary backward: the engine runs whatever lies between a part and the param
 hooks, and the accumulation. Parts that end in the same parameter go through one engine call, so that its hooks run
 once, on the whole gradient.
 
-On a CPU, matrix products are queued and run by ``flush()``: Python has a single call to make between two of them, and
-its own code stays in the processor's cache while it prepares the queue. On a GPU each is launched at once.
+On a CPU, matrix products and sums are queued and run by ``flush()``: Python has a single call to make between two of
+them, and its own code stays in the processor's cache while it prepares the queue. On a GPU each is launched at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway._storage import storage_sizes
-from sternway._torch.hooks import accumulate_hooks, leaf_state, tensor_hooks
+from sternway._torch.hooks import accumulate_hooks, both_hooks, tensor_hooks
 from sternway._torch.parallel import in_process_group
 from sternway._torch.tensors import ORDINARY, add_each, layout_enforced, needs_grad
 from sternway.errors import PendingError
@@ -76,9 +76,15 @@ class Accumulator:
         parameter: Tensor = leaf.variable
         if type(parameter) not in ORDINARY or self._anomaly or leaf in self._call_of:
             return None
-        needs, before, after, grad, dtype = leaf_state(parameter)
-        if not needs or before or after or (id(parameter) not in self._clean and UNSEEN.on_leaf(leaf)):
+        before, after = both_hooks(parameter)
+        if (
+            before
+            or after
+            or not parameter.requires_grad
+            or (id(parameter) not in self._clean and UNSEEN.on_leaf(leaf))
+        ):
             return None
+        grad, dtype = parameter.grad, parameter.dtype
         if grad is None:
             if parameter.layout is not _STRIDED or getattr(parameter, "grad_dtype", dtype) != dtype:
                 return None
@@ -94,17 +100,17 @@ class Accumulator:
             total is None
             or self.exact
             or not (  # under autocast the factors are 16-bit, .grad is 32-bit
-                left.dtype == total.dtype == right.dtype
-                and left.ndim == total.ndim == right.ndim
-                and total.ndim in (2, 3)
-                and total.layout == torch.strided
+                left.dtype is total.dtype is right.dtype
+                and (ndim := total.ndim) in (2, 3)
+                and left.ndim == ndim == right.ndim
+                and total.layout is _STRIDED
             )
         ):
             by_columns = parameter.ndim == 2 and parameter.stride(0) == 1 != parameter.stride(1)
             value = (right.mT @ left.mT).mT if by_columns else left @ right  # laid out as autograd's
             self.add_value(parameter, value if scale == 1 else value.mul_(scale))
             return
-        add = total.addmm_ if total.ndim == 2 else total.baddbmm_
+        add = total.addmm_ if ndim == 2 else total.baddbmm_
         step = partial(add, left, right) if scale == 1 else partial(add, left, right, alpha=scale)
         if total.is_cpu:
             self._steps.append(step)
@@ -114,9 +120,17 @@ class Accumulator:
     def add_value(self, parameter: Tensor, value: Tensor) -> None:
         """Add ``value`` to ``parameter.grad``; if that is None, ``value`` may become it, and must be nobody else's."""
         total, shape = parameter.grad, parameter.shape
-        if total is not None and value.is_cpu and self._can_wait(total, value):
+        if (
+            total is not None
+            and value.dtype is total.dtype
+            and value.layout is _STRIDED is total.layout
+            and id(total) not in self._sums  # one call must not write to the same tensor twice
+        ):
             if value.shape != shape:
-                self._unsummed.append((id(total), shape))
+                if value.is_cpu:
+                    self._unsummed.append((id(total), shape))
+                else:
+                    value = sum_to(value, shape)
             self._sums[id(total)] = (total, value)
             return
         if value.shape != shape:
@@ -125,19 +139,8 @@ class Accumulator:
             parameter.grad = value if value.layout != torch.strided else _like_parameter(value, parameter)
         elif total.layout != torch.strided:  # an earlier sparse gradient
             parameter.grad = value + total
-        elif self._can_wait(total, value):
-            self._sums[id(total)] = (total, value)
         else:
             total.add_(value.to(total.dtype) if self.exact else value)  # autograd rounds before it adds
-
-    def _can_wait(self, total: Tensor, value: Tensor) -> bool:
-        """Whether a value can be added together with others; one call must not write to the same tensor twice."""
-        return (
-            value.dtype is total.dtype
-            and value.layout is _STRIDED
-            and total.layout is _STRIDED
-            and id(total) not in self._sums
-        )
 
     def postpone(self, step: Callable[[], object]) -> None:
         """Call ``step`` in ``flush()``; it may add more."""
@@ -156,6 +159,7 @@ class Accumulator:
             self._sums.clear()
 
     def _sum(self) -> None:
+        """Sum what is to be added over broadcast dimensions, such as a bias's gradient."""
         sums, unsummed = self._sums, self._unsummed
         for key, shape in unsummed:
             total, value = sums[key]

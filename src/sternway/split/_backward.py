@@ -2,8 +2,9 @@
 
 One engine call runs the spine. It is asked for the gradients of the inputs, of the ready weights and of the cuts that
 nothing lies below; the engine computes what leads there and nothing else, so the weight's half of each cut is skipped.
-At a cut that runs on the way, a hook keeps the gradient just before the node runs: it is final there (hooks on tensors
-have run), and the saved tensors are not freed yet. Everything else is freed as the engine goes.
+At a cut that runs on the way, the engine returns the gradient from before the hooks on tensors. Where nobody can have
+put one, it is asked for these gradients too. Elsewhere a hook of ours keeps the gradient just before the node runs: it
+is final there, and the saved tensors are not freed yet. Everything else is freed as the engine goes.
 """
 
 from __future__ import annotations

@@ -62,10 +62,10 @@ class DirectWork(_Parts):
                 accumulator.queue(leaf, parts)
                 continue
             for part in parts:
-                if part.packed is None and ((later := part.later) is None or not later.is_packed):
-                    _add(accumulator, parameter, part)
-                else:  # unpacked when its turn comes
+                if part.is_packed:  # unpacked when its turn comes
                     accumulator.postpone(partial(_unpack_and_add, accumulator, parameter, part))
+                else:
+                    _add(accumulator, parameter, part)
         accumulator.flush()
 
 
