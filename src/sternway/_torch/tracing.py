@@ -13,7 +13,8 @@ from types import CodeType
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from sternway._torch.probe import probe
 from sternway.errors import UnsupportedTorch
@@ -52,6 +53,12 @@ def traced_code(graph: Any) -> CodeType:
     except AttributeError as error:
         _unsupported("OutputGraph.root_tx.f_code", "is the code that is traced", error)
     return code
+
+
+def static_inputs(module: GraphModule) -> list[int]:
+    """Which inputs of one of Dynamo's graphs are parameters, buffers and other tensors that modules hold."""
+    notes = [node.meta.get("tensor_dict") or {} for node in module.graph.nodes if node.op == "placeholder"]
+    return [index for index, note in enumerate(notes) if note.get("_dynamo_static_input_type")]
 
 
 def carry_functions(graph: Any, local: str) -> int:
@@ -166,6 +173,32 @@ def _dynamo() -> bool:
     out, fns = compiled(torch.ones(1), kept)
     library._destroy()
     return seen == [traced.__code__, 1] and fns[0]() is kept and out.tolist() == [1.0] and graph_being_traced() is None
+
+
+@probe(
+    'node.meta["tensor_dict"]["_dynamo_static_input_type"]',
+    expected="tells parameters and buffers from other inputs of Dynamo's graphs",
+    features=("split.compiled",),
+)
+def _static() -> bool:
+    found: list[list[bool]] = []
+
+    def backend(module: GraphModule, inputs: list[Any]) -> Any:
+        static = static_inputs(module)
+        found.append([(index in static) == (value.shape == (3,)) for index, value in enumerate(inputs)])
+        return module.forward
+
+    class Held(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.table = nn.Parameter(torch.ones(3)), nn.Buffer(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sum() * self.weight + self.table
+
+    Held.forward.__code__ = Held.forward.__code__.replace()  # as above
+    torch.compile(Held(), backend=backend)(torch.ones(2))
+    return found == [[True, True, True]]
 
 
 @probe(
