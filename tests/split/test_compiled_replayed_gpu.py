@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from compare import assert_same_grads, twin
 from sternway import split
 from sternway.split.compiled._backend import sternway
+from sternway.state import BackwardState
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -113,3 +114,25 @@ def test_max_autotune_and_a_capture_of_what_makes_graphs() -> None:
         split.backward_input(y, grad, x)[1].run()
         reference(x.detach()).backward(grad)
     assert_same_grads(model, reference, rtol=1e-2, atol=1e-2)
+
+
+def test_functions_of_a_state_run_though_their_region_has_no_graphs() -> None:
+    class Shown(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last, self.state = nn.Linear(16, 16), nn.Linear(16, 16), BackwardState()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.state.on_grad(self.first(x).sin(), lambda grad: grad * self.state.scale))
+
+    model: Any = Shown().cuda()
+    reference: Any = twin(model)[0]
+    fast = torch.compile(model, backend=sternway, mode="reduce-overhead")
+    for number in range(3):
+        x, outputs = torch.randn(8, 16, device="cuda"), []
+        for call, each in ((fast, model), (reference, reference)):
+            outputs.append(call(x).sum())
+            each.state.scale = 2.0 + number
+            outputs[-1].backward()
+        torch.testing.assert_close(*outputs, **CLOSE)
+    assert_same_grads(model, reference, **CLOSE)
