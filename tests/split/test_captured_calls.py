@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 from sternway import split
 from sternway._torch.captures import Places, capturing, current_capture, preparing
 from sternway.errors import SplitError, StateError
+from sternway.split.captured import _step
+from sternway.split.captured._step import CapturedStep
 from sternway.state import BackwardState
 
 
@@ -115,3 +118,47 @@ def test_steps_that_cannot_be_captured_are_refused() -> None:
         split.capture_step(torch.optim.AdamW([weight]))
     with pytest.raises(SplitError, match=r"parameters on one CUDA device; got parameters on cpu.*Fix: call model\.to"):
         split.capture_step(torch.optim.SGD([weight], 0.1))
+
+
+def test_a_step_is_replayed_while_all_that_it_uses_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learning rate that changes, a state that is loaded, a gradient elsewhere: a graph would use what was there."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], 0.1, momentum=0.9)
+    other = torch.nn.Parameter(torch.ones(3))
+    reference = torch.optim.SGD([other], 0.1, momentum=0.9)
+
+    class ToldStep:
+        def __init__(self) -> None:
+            self.used = self.all()
+
+        def all(self) -> list[Any]:
+            (group,), state = optimizer.param_groups, optimizer.state[weight]
+            return [group["lr"], weight.grad.data_ptr(), state["momentum_buffer"].data_ptr()]
+
+        def replay(self) -> None:
+            assert self.all() == self.used
+            optimizer.step()
+
+    monkeypatch.setattr(_step, "_one_device", lambda optimizer: torch.device("cpu"))
+    monkeypatch.setattr(CapturedStep, "_capture", lambda self: ToldStep())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    step, buffer = split.capture_step(optimizer), torch.zeros(3)
+    for number in range(9):
+        other.grad = torch.randn(3)
+        weight.grad = buffer.copy_(other.grad)
+        if number == 3:
+            optimizer.param_groups[0]["lr"] = reference.param_groups[0]["lr"] = 0.2
+        if number == 5:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if number == 7:
+            buffer = weight.grad = buffer.clone()
+        before = step.replays
+        step()
+        reference.step()
+        assert step.replays == before + (number not in (0, 3, 5, 7)), number
+        assert torch.equal(weight, other)
+    with pytest.warns(UserWarning, match="the steps of SGD run as they are.*others in each step") as told:
+        for _ in range(6):
+            optimizer.param_groups[0]["lr"] += 0.1
+            step()
+    assert len(told) == 1

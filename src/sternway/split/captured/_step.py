@@ -59,15 +59,8 @@ class CapturedStep:
                 got=f"{type(optimizer).__name__} without capturable=True",
                 fix="make it with capturable=True, if it has that; or call optimizer.step()",
             )
-        devices = sorted({str(p.device) for group in optimizer.param_groups for p in group["params"]})
-        if len(devices) != 1 or not devices[0].startswith("cuda"):
-            raise SplitError(
-                "an optimizer whose step is captured must have its parameters on one CUDA device",
-                got=f"parameters on {', '.join(devices)}",
-                fix='call model.to("cuda") before the optimizer is made',
-            )
         self.optimizer, self.replays = optimizer, 0
-        self._device = torch.device(devices[0])
+        self._device = _one_device(optimizer)
         self._last: list[Any] | None = None  # what the last step worked with
         self._graph: GraphSequence | None = None  # of such a step
         self._waits = 0  # how often in a row it was another
@@ -75,7 +68,7 @@ class CapturedStep:
 
     def __call__(self) -> None:
         """Step the optimizer."""
-        used = None if has_step_hooks(self.optimizer) else _used(self.optimizer)
+        used = None if has_step_hooks(self.optimizer) else _used(self.optimizer, self._device)
         if used is None or used != self._last:
             if self._graph is not None:
                 torch.cuda.synchronize(self._device)  # it may be running
@@ -86,7 +79,7 @@ class CapturedStep:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", ".*capturable=True.*without CUDA graph capture")
                 self.optimizer.step()
-            self._last = used and _used(self.optimizer)  # the first step makes the state
+            self._last = used and _used(self.optimizer, self._device)  # the first step makes the state
             return
         if self._graph is None:
             self._graph = self._capture()
@@ -116,21 +109,36 @@ class CapturedStep:
             warnings.warn(f"the steps of {name} run as they are, without a CUDA graph: {reason}", stacklevel=3)
 
 
-def _used(optimizer: Optimizer) -> list[Any]:
-    """All that a step works with: the places of tensors, and numbers."""
+def _one_device(optimizer: Optimizer) -> torch.device:
+    devices: set[torch.device] = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        raise SplitError(
+            "an optimizer whose step is captured must have its parameters on one CUDA device",
+            got=f"parameters on {', '.join(sorted(map(str, devices)))}",
+            fix='call model.to("cuda") before the optimizer is made',
+        )
+    return devices.pop()
+
+
+def _used(optimizer: Optimizer, device: torch.device) -> list[Any]:
+    """All that a step works with: the places of tensors on the device, and numbers."""
     found: list[Any] = []
+
+    def note(value: Any) -> None:
+        if not isinstance(value, Tensor):
+            found.extend((type(value), value))
+        elif value.device != device:
+            found.append(value.tolist())
+        else:
+            found.extend((value.data_ptr(), value.stride(), value.dtype))
+
     for group in optimizer.param_groups:
         for name, value in group.items():
             if name != "params":
-                found += [name, *_place(value)]
+                note(value)
         for parameter in group["params"]:
-            found += [parameter.data_ptr(), *_place(parameter.grad)]
+            note(parameter)
+            note(parameter.grad)
             for value in optimizer.state.get(parameter, {}).values():
-                found += _place(value)
+                note(value)
     return found
-
-
-def _place(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, Tensor):
-        return (value.data_ptr(), value.stride(), value.dtype) if value.is_cuda else (value.tolist(),)
-    return (type(value), value)
