@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from called_graphs import CalledForm
+from called_graphs import CalledForm, CalledSet
 from torch import Tensor, nn
 
 from compare import assert_same_grads, twin
@@ -278,6 +278,25 @@ def test_hooks_and_policies_run_it_as_it_is() -> None:
     with torch.no_grad():
         assert stage(torch.randn(3, 6)).grad_fn is None
     assert len(stage.refusals) == 2
+
+
+def test_a_w_that_fails_leaves_gradients_of_parameters_with_hooks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of a state run in W, and may raise."""
+    stage, module, _ = both()
+    module[0].weight.register_hook(lambda grad: None)
+    x, _, grad = microbatch()
+    split.backward_input(stage(x), grad, x)[1].run()
+    before, replay = module[0].weight.grad.clone(), CalledSet.backward_weight
+    _, pending = split.backward_input(stage(x), grad, x)
+
+    def fail(self: CalledSet) -> None:
+        replay(self)
+        raise ValueError("of a function")
+
+    monkeypatch.setattr(CalledSet, "backward_weight", fail)
+    with pytest.raises(ValueError, match="of a function"):
+        pending.run()
+    assert torch.equal(module[0].weight.grad, before)
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["split", "plain"])

@@ -25,7 +25,8 @@ MADE: list[_capture.Captured] = []
 
 def backend(module: GraphModule, inputs: Sequence[Any]) -> Any:
     parameters = {index: value for index, value in enumerate(inputs) if isinstance(value, nn.Parameter)}
-    return replayed(_with_none(module, inputs, parameters), static_inputs(module), len(inputs))
+    fixed = sorted({*parameters, *static_inputs(module)})
+    return replayed(_with_none(module, inputs, parameters), fixed, len(inputs))
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +99,21 @@ def test_buffers_are_the_modules_own_and_what_is_replaced_is_seen() -> None:
     assert_same_grads(model, reference)
     torch.testing.assert_close(dict(model.named_buffers())["norm.running_mean"], reference.norm.running_mean)
     assert len(MADE) == 2, "another one for the other table"
+
+
+def test_a_parameter_that_is_passed_waits() -> None:
+    weights = [nn.Parameter(torch.randn(3, 3)) for _ in range(2)]
+    fast = torch.compile(lambda x, weight: (x @ weight).sin(), backend=backend)
+    for number in range(4):
+        weight, x = weights[number % 2], torch.randn(2, 3, requires_grad=True)
+        found, pending = split.backward_input(fast(x, weight).sum(), None, x)
+        before = None if weight.grad is None else weight.grad.clone()
+        pending.run()
+        mine, theirs = torch.autograd.grad((x @ weight).sin().sum(), [x, weight])
+        torch.testing.assert_close(found, mine)
+        torch.testing.assert_close(weight.grad, theirs if before is None else theirs + before)
+        assert pending.deferred == (weight,)
+    assert len(MADE) == 2
 
 
 @pytest.mark.parametrize("of", ["an input", "each other"])

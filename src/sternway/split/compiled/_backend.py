@@ -56,8 +56,9 @@ def sternway(
     if inner == "inductor":
         settings = {**seam.inductor_options(mode), **settings}
         graphs = settings.pop("triton.cudagraphs", False) and _on_gpu(inputs)
+        fixed = sorted({*parameters, *static_inputs(module)})
         compiled = _with_inductor(module, inputs, parameters, settings)
-        return replayed(compiled, static_inputs(module), len(inputs)) if graphs else compiled
+        return replayed(compiled, fixed, len(inputs)) if graphs else compiled
     if mode not in (None, "default") or settings:
         raise SplitError(
             'inner="eager" cannot take a mode or other options, which are for Inductor',
