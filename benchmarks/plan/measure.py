@@ -1,0 +1,233 @@
+"""One number of ranks: every named schedule and "auto", planned and measured, in rounds."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from models import gpt
+
+from sternway import pipeline, schedule
+from sternway._torch.memory import OperationCounter
+from sternway.errors import ScheduleError
+from sternway.pipeline import Pipeline
+from sternway.schedule import Schedule, Timeline, measured_costs
+
+TRIES = 60  # steps in which "auto" has tried all that it tries at first
+WARM_UP = 2
+LOOKS = 5  # steps from which the costs of a named schedule are taken
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and on what."""
+
+    ranks: int
+    device: str
+    dim: int
+    rounds: int
+    steps: int  # in one timing of a named schedule
+    all_steps: int  # of "auto", from its first one on
+    only: tuple[str, ...] = ()  # these schedules
+
+    @property
+    def microbatches(self) -> int:
+        return 2 * self.ranks
+
+    @property
+    def rows(self) -> int:
+        return 4 if self.device == "cuda" else 2
+
+    @property
+    def length(self) -> int:
+        return 512 if self.device == "cuda" else 64
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+    def model(self) -> nn.Module:
+        """Two blocks for each rank, so that schedules with two stages on each can run."""
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            return gpt(self.dim, 2 * self.ranks, heads=max(4, self.dim // 128)).to(self.dtype)
+
+    def batch(self, rows: int | None = None) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(1)
+        shape = rows or self.microbatches * self.rows, self.length, self.dim
+        x, target = (torch.randn(shape, device=self.device, dtype=self.dtype) for _ in range(2))
+        return x, target
+
+    def names(self) -> list[str]:
+        """The named schedules that exist for so many ranks."""
+        found = []
+        for name in self.only or schedule.names():
+            try:
+                plan = schedule.make(name, ranks=self.ranks, microbatches=self.microbatches)
+            except ScheduleError:
+                continue
+            found += [name] if plan.num_stages <= 2 * self.ranks else []
+        return found
+
+
+@dataclass
+class Row:
+    """What was measured of one schedule, one number for each round. Times are seconds of a step."""
+
+    step: list[float] = field(default_factory=list)  # for "auto": once it has tried
+    planned: list[float] = field(default_factory=list)
+    whole: list[float] = field(default_factory=list)  # of "auto" alone: with its tries
+    action: list[float] = field(default_factory=list)  # the median action
+    story: list[str] = field(default_factory=list)  # what "auto" tried
+    peaks: list[dict[str, int]] = field(default_factory=list)  # of each rank: predicted and measured bytes
+
+
+class Bench:
+    """Runs the rows of a case on one rank."""
+
+    def __init__(self, rank: int, case: Case) -> None:
+        self._rank, self._case = rank, case
+        self._together = dist.new_group(backend="gloo")
+        self._x, self._target = case.batch()
+
+    def run(self) -> dict[str, Row]:
+        rows = {name: Row() for name in [*self._case.names(), "auto"]}
+        for number in range(self._case.rounds):
+            for name, row in rows.items():
+                with self._pipeline(name) as pipe:
+                    self._time(pipe, name, row)
+                    if number == 0 and name != "auto":
+                        self._weigh(pipe, name, row)
+                if self._rank == 0:
+                    planned = f", planned {1e3 * row.planned[-1]:.1f}" if row.planned else ""
+                    sys.stderr.write(f"{self._case.ranks} ranks, {name}: {1e3 * row.step[-1]:.1f} ms{planned}\n")
+        return rows
+
+    @contextmanager
+    def _pipeline(self, name: str) -> Iterator[Pipeline]:
+        case, (x, target) = self._case, self._case.batch(self._case.rows)
+        known = {} if name != "auto" else {"sample": x, "sample_target": target}
+        pipe = Pipeline(
+            case.model(), schedule=name, n_microbatches=case.microbatches, loss_fn=F.mse_loss, **known
+        )
+        with closing(pipe):
+            for _ in range(WARM_UP):
+                pipe.step(self._x, target=self._target)
+            gc.collect()
+            gc.disable()
+            yield pipe
+            gc.enable()
+
+    def _time(self, pipe: Pipeline, name: str, row: Row) -> None:
+        if name == "auto":
+            tries = self._timed(pipe, TRIES)
+            costs, plan, left = pipe.costs, pipe.schedule, self._case.all_steps - TRIES
+            row.step.append(self._timed(pipe, left))
+            row.whole.append((TRIES * tries + left * row.step[-1]) / self._case.all_steps)
+            row.story.append("; ".join(map(str, pipe.plans)))
+        else:
+            looks = [pipe.step(self._x, target=self._target).timeline for _ in range(LOOKS)]
+            costs, plan = measured_costs([look for look in looks if look is not None], pipe.costs), pipe.schedule
+            row.step.append(self._timed(pipe, self._case.steps))
+        row.planned.append(plan.simulate(costs).period)
+        last = pipe.step(self._x, target=self._target).timeline
+        assert last is not None, "it is recorded"
+        row.action.append(_median_action(last))
+
+    def _timed(self, pipe: Pipeline, steps: int) -> float:
+        """The seconds of a step among so many, all ranks together."""
+        self._wait()
+        start = time.perf_counter()
+        for _ in range(steps):
+            pipe.step(self._x, target=self._target)
+        self._wait()
+        return (time.perf_counter() - start) / steps
+
+    def _wait(self) -> None:
+        if self._case.device == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier(self._together)
+
+    # Memory
+
+    def _weigh(self, pipe: Pipeline, name: str, row: Row) -> None:
+        """What each rank holds in a step beyond its parameters and their gradients: predicted, and measured."""
+        case, (x, target) = self._case, self._case.batch(self._case.rows)
+        found = pipeline.fit(
+            case.model(), x, ranks=case.ranks, n_microbatches=case.microbatches, schedule=name, loss_fn=F.mse_loss,
+            target=target,
+        )  # fmt: skip
+        way = next(way for way in found.ways if not way.recompute)
+        each = way.ranks[self._rank]
+        measured = self._held(pipe)
+        mine = torch.tensor([each.activations + each.working, measured])
+        everyone = [torch.zeros_like(mine) for _ in range(case.ranks)]
+        dist.all_gather(everyone, mine, group=self._together)
+        row.peaks = [{"predicted": int(one[0]), "measured": int(one[1])} for one in everyone]
+
+    def _held(self, pipe: Pipeline) -> int:
+        def step() -> None:
+            pipe.step(self._x, target=self._target, record=False)
+
+        if self._case.device == "cuda":
+            step()
+            self._wait()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step()
+            self._wait()
+            return torch.cuda.max_memory_allocated() - before
+        with OperationCounter() as counter:
+            step()  # now it knows what was there before
+            before = counter.peak = counter.now
+            step()
+        return counter.peak - before
+
+
+def _median_action(timeline: Timeline) -> float:
+    return statistics.median(event.end - event.start for rank in timeline.events for event in rank)
+
+
+def measure(rank: int, case: Case, path: str) -> None:
+    """Run a case on this rank; the first one writes what was found to a file."""
+    rows = Bench(rank, case).run()
+    if rank == 0:
+        Path(path).write_text(json.dumps(summary(case, rows)))
+
+
+def summary(case: Case, rows: dict[str, Row]) -> dict[str, Any]:
+    """Ratios within each round, and their medians."""
+    auto = rows["auto"]
+    return {
+        "ranks": case.ranks,
+        "device": case.device,
+        "dim": case.dim,
+        "step_ms": {name: 1e3 * statistics.median(row.step) for name, row in rows.items()},
+        "action_ms": {name: 1e3 * statistics.median(row.action) for name, row in rows.items()},
+        "planned_over_measured": {name: _ratio(row.planned, row.step) for name, row in rows.items()},
+        "predicted_over_measured": {
+            name: [each["predicted"] / each["measured"] for each in row.peaks] for name, row in rows.items() if row.peaks
+        },
+        "peak_bytes": {name: row.peaks for name, row in rows.items() if row.peaks},
+        "auto_over": {name: _ratio(auto.step, row.step) for name, row in rows.items() if name != "auto"},
+        "auto_with_tries_over": {name: _ratio(auto.whole, row.step) for name, row in rows.items() if name != "auto"},
+        "story": auto.story,
+    }  # fmt: skip
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
