@@ -27,9 +27,8 @@ from sternway.errors import ScheduleError
 from sternway.pipeline import Pipeline
 from sternway.schedule import Schedule, Timeline, measured_costs
 
-TRIES = 60  # steps in which "auto" has tried all that it tries at first
 WARM_UP = 2
-LOOKS = 5  # steps from which the costs of a named schedule are taken
+LOOKS = 5  # steps from which the costs are taken
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class Case:
 class Row:
     """What was measured of one schedule, one number for each round. Times are seconds of a step."""
 
-    step: list[float] = field(default_factory=list)  # for "auto": once it has tried
+    step: list[float] = field(default_factory=list)  # for "auto": by the plan that it has kept
     planned: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)  # of "auto" alone: with its tries
     action: list[float] = field(default_factory=list)  # the median action
@@ -134,16 +133,13 @@ class Bench:
 
     def _time(self, pipe: Pipeline, name: str, row: Row) -> None:
         if name == "auto":
-            tries = self._timed(pipe, TRIES)
-            costs, plan, left = pipe.costs, pipe.schedule, self._case.all_steps - TRIES
-            row.step.append(self._timed(pipe, left))
-            row.whole.append((TRIES * tries + left * row.step[-1]) / self._case.all_steps)
+            row.whole.append(self._timed(pipe, self._case.all_steps))
             row.story.append("; ".join(map(str, pipe.plans)))
-        else:
-            looks = [pipe.step(self._x, target=self._target).timeline for _ in range(LOOKS)]
-            costs, plan = measured_costs([look for look in looks if look is not None], pipe.costs), pipe.schedule
-            row.step.append(self._timed(pipe, self._case.steps))
-        row.planned.append(plan.simulate(costs).period)
+            pipe.stop_tuning()
+        looks = [pipe.step(self._x, target=self._target).timeline for _ in range(LOOKS)]
+        costs = measured_costs([look for look in looks if look is not None], pipe.costs)
+        row.planned.append(pipe.schedule.simulate(costs).period)
+        row.step.append(self._timed(pipe, self._case.steps))
         last = pipe.step(self._x, target=self._target).timeline
         assert last is not None, "it is recorded"
         row.action.append(_median_action(last))
