@@ -48,6 +48,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_soak.py": ("dist", "slow"),
     "pipeline/test_two_machines.py": ("dist", "slow"),
     "pipeline/test_tuner.py::test_a_loss_that_fails_on_one_rank_fails_on_all": ("dist",),
+    "pipeline/test_tuner.py::test_a_rank_that_becomes_slow_makes_a_new_plan_on_all_ranks_at_once": ("dist",),
     "pipeline/test_tuner.py::test_a_schedule_that_was_named_stays": ("dist",),
     "pipeline/test_tuner.py::test_steps_with_the_sample_leave_the_model_as_it_was": ("dist",),
     "pipeline/test_tuner.py::test_copies_take_the_plan_of_the_first": ("dist",),

@@ -9,10 +9,10 @@ microbatches of 4 × 512 tokens, NCCL.
 Each round times each schedule in turn, by a pipeline that is built for that and closed afterwards. A time is that of a
 step among steps that follow each other. Figures are medians of the rounds' own ratios.
 
-    planned / measured   the time of a step: simulated with the costs that the steps before have shown, over measured
+    planned / measured   the time of a step: simulated with the costs that every second step has shown, over measured
     predicted / measured bytes that a rank holds in a step beyond parameters and gradients: what ``fit`` says, over what
                          is counted (storages on a CPU, ``max_memory_allocated`` on a GPU)
-    auto / named         the time of a step: of "auto" by the plan that it has kept after 100 steps, and of these steps, in which it tries
+    auto / named         the time of a step: of "auto" by the plan that it has kept after 100 steps, and of these steps
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=900, help="seconds for one number of ranks")
     arguments = parser.parse_args()
     PRELOADED.append("models")
-    dim = arguments.dim or (2048 if arguments.device == "cuda" else 256)
+    dim = arguments.dim or (2048 if arguments.device == "cuda" else 96)
     only = tuple(name for name in arguments.schedules.split(",") if name)
     cases = [
         Case(int(ranks), arguments.device, dim, arguments.rounds, arguments.steps, arguments.all_steps, only)

@@ -25,10 +25,9 @@ from sternway import pipeline, schedule
 from sternway._torch.memory import OperationCounter
 from sternway.errors import ScheduleError
 from sternway.pipeline import Pipeline
-from sternway.schedule import Schedule, Timeline, measured_costs
+from sternway.schedule import Timeline, measured_costs
 
 WARM_UP = 2
-LOOKS = 5  # steps from which the costs are taken
 
 
 @dataclass(frozen=True)
@@ -105,24 +104,23 @@ class Bench:
 
     def run(self) -> dict[str, Row]:
         rows = {name: Row() for name in [*self._case.names(), "auto"]}
+        predicted = self._predicted()
         for number in range(self._case.rounds):
             for name, row in rows.items():
                 with self._pipeline(name) as pipe:
                     self._time(pipe, name, row)
-                    if number == 0 and name != "auto":
-                        self._weigh(pipe, name, row)
+                    if number == 0 and name in predicted:
+                        self._weigh(pipe, predicted[name], row)
                 if self._rank == 0:
-                    planned = f", planned {1e3 * row.planned[-1]:.1f}" if row.planned else ""
-                    sys.stderr.write(f"{self._case.ranks} ranks, {name}: {1e3 * row.step[-1]:.1f} ms{planned}\n")
+                    times = f"{1e3 * row.step[-1]:.1f} ms, planned {1e3 * row.planned[-1]:.1f}"
+                    sys.stderr.write(f"{self._case.ranks} ranks, {name}: {times}\n")
         return rows
 
     @contextmanager
     def _pipeline(self, name: str) -> Iterator[Pipeline]:
         case, (x, target) = self._case, self._case.batch(self._case.rows)
         known = {} if name != "auto" else {"sample": x, "sample_target": target}
-        pipe = Pipeline(
-            case.model(), schedule=name, n_microbatches=case.microbatches, loss_fn=F.mse_loss, **known
-        )
+        pipe = Pipeline(case.model(), schedule=name, n_microbatches=case.microbatches, loss_fn=F.mse_loss, **known)
         with closing(pipe):
             for _ in range(WARM_UP):
                 pipe.step(self._x, target=self._target)
@@ -133,25 +131,23 @@ class Bench:
 
     def _time(self, pipe: Pipeline, name: str, row: Row) -> None:
         if name == "auto":
-            row.whole.append(self._timed(pipe, self._case.all_steps))
+            row.whole.append(self._timed(pipe, self._case.all_steps)[0])
             row.story.append("; ".join(map(str, pipe.plans)))
             pipe.stop_tuning()
-        looks = [pipe.step(self._x, target=self._target).timeline for _ in range(LOOKS)]
-        costs = measured_costs([look for look in looks if look is not None], pipe.costs)
-        row.planned.append(pipe.schedule.simulate(costs).period)
-        row.step.append(self._timed(pipe, self._case.steps))
-        last = pipe.step(self._x, target=self._target).timeline
-        assert last is not None, "it is recorded"
-        row.action.append(_median_action(last))
+        seconds, measured = self._timed(pipe, self._case.steps)
+        row.step.append(seconds)
+        looks = [each() for each in measured[::2]]
+        row.planned.append(pipe.schedule.simulate(measured_costs(looks, pipe.costs)).period)
+        row.action.append(_median_action(looks))
 
-    def _timed(self, pipe: Pipeline, steps: int) -> float:
-        """The seconds of a step among so many, all ranks together."""
+    def _timed(self, pipe: Pipeline, steps: int) -> tuple[float, list[Callable[[], Timeline]]]:
+        """The seconds of a step among so many, all ranks together, and what waits for the times in each."""
         self._wait()
-        start = time.perf_counter()
+        start, measured = time.perf_counter(), []
         for _ in range(steps):
-            pipe.step(self._x, target=self._target)
+            measured.append(pipe.step(self._x, target=self._target).measured)
         self._wait()
-        return (time.perf_counter() - start) / steps
+        return (time.perf_counter() - start) / steps, [each for each in measured if each is not None]
 
     def _wait(self) -> None:
         if self._case.device == "cuda":
@@ -160,20 +156,30 @@ class Bench:
 
     # Memory
 
-    def _weigh(self, pipe: Pipeline, name: str, row: Row) -> None:
-        """What each rank holds in a step beyond its parameters and their gradients: predicted, and measured."""
+    def _predicted(self) -> dict[str, list[int]]:
+        """What each rank will hold in a step beyond its parameters and their gradients, by schedule."""
         case, (x, target) = self._case, self._case.batch(self._case.rows)
-        found = pipeline.fit(
-            case.model(), x, ranks=case.ranks, n_microbatches=case.microbatches, schedule=name, loss_fn=F.mse_loss,
-            target=target,
-        )  # fmt: skip
-        way = next(way for way in found.ways if not way.recompute)
-        each = way.ranks[self._rank]
-        measured = self._held(pipe)
-        mine = torch.tensor([each.activations + each.working, measured])
-        everyone = [torch.zeros_like(mine) for _ in range(case.ranks)]
+        told: list[Any] = [None]
+        if self._rank == 0:
+            found = pipeline.fit(
+                case.model(), x, ranks=case.ranks, n_microbatches=case.microbatches, loss_fn=F.mse_loss, target=target
+            )
+            told = [
+                {
+                    way.schedule.name: [each.activations + each.working for each in way.ranks]
+                    for way in found.ways
+                    if not way.recompute
+                }
+            ]
+        dist.broadcast_object_list(told, group=self._together)
+        predicted: dict[str, list[int]] = told[0]
+        return predicted
+
+    def _weigh(self, pipe: Pipeline, predicted: list[int], row: Row) -> None:
+        mine = torch.tensor([self._held(pipe)])
+        everyone = [torch.zeros_like(mine) for _ in range(self._case.ranks)]
         dist.all_gather(everyone, mine, group=self._together)
-        row.peaks = [{"predicted": int(one[0]), "measured": int(one[1])} for one in everyone]
+        row.peaks = [{"predicted": one, "measured": int(other)} for one, other in zip(predicted, everyone, strict=True)]
 
     def _held(self, pipe: Pipeline) -> int:
         def step() -> None:
@@ -194,8 +200,9 @@ class Bench:
         return counter.peak - before
 
 
-def _median_action(timeline: Timeline) -> float:
-    return statistics.median(event.end - event.start for rank in timeline.events for event in rank)
+def _median_action(timelines: list[Timeline]) -> float:
+    events = (event for timeline in timelines for rank in timeline.events for event in rank)
+    return statistics.median(event.end - event.start for event in events)
 
 
 def measure(rank: int, case: Case, path: str) -> None:
@@ -207,7 +214,7 @@ def measure(rank: int, case: Case, path: str) -> None:
 
 def summary(case: Case, rows: dict[str, Row]) -> dict[str, Any]:
     """Ratios within each round, and their medians."""
-    auto = rows["auto"]
+    auto, weighed = rows["auto"], {name: row for name, row in rows.items() if row.peaks}
     return {
         "ranks": case.ranks,
         "device": case.device,
@@ -216,9 +223,9 @@ def summary(case: Case, rows: dict[str, Row]) -> dict[str, Any]:
         "action_ms": {name: 1e3 * statistics.median(row.action) for name, row in rows.items()},
         "planned_over_measured": {name: _ratio(row.planned, row.step) for name, row in rows.items()},
         "predicted_over_measured": {
-            name: [each["predicted"] / each["measured"] for each in row.peaks] for name, row in rows.items() if row.peaks
+            name: [each["predicted"] / each["measured"] for each in row.peaks] for name, row in weighed.items()
         },
-        "peak_bytes": {name: row.peaks for name, row in rows.items() if row.peaks},
+        "peak_bytes": {name: row.peaks for name, row in weighed.items()},
         "auto_over": {name: _ratio(auto.step, row.step) for name, row in rows.items() if name != "auto"},
         "auto_with_tries_over": {name: _ratio(auto.whole, row.step) for name, row in rows.items() if name != "auto"},
         "story": auto.story,
