@@ -141,18 +141,23 @@ class Bench:
         row.action.append(_median_action(looks))
 
     def _timed(self, pipe: Pipeline, steps: int) -> tuple[float, list[Callable[[], Timeline]]]:
-        """The seconds of a step among so many, all ranks together, and what waits for the times in each."""
-        self._wait()
-        start, measured = time.perf_counter(), []
+        """The seconds of a step among others, and what waits for the times in each.
+
+        By each rank's own clock from the end of a step to that of the last: ranks begin and end one after the other,
+        which is no time lost. The longest of all ranks counts.
+        """
+        pipe.step(self._x, target=self._target)
+        start, measured = self._now(), []
         for _ in range(steps):
             measured.append(pipe.step(self._x, target=self._target).measured)
-        self._wait()
-        return (time.perf_counter() - start) / steps, [each for each in measured if each is not None]
+        seconds = torch.tensor((self._now() - start) / steps)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._together)
+        return float(seconds), [each for each in measured if each is not None]
 
-    def _wait(self) -> None:
+    def _now(self) -> float:
         if self._case.device == "cuda":
             torch.cuda.synchronize()
-        dist.barrier(self._together)
+        return time.perf_counter()
 
     # Memory
 
@@ -187,11 +192,12 @@ class Bench:
 
         if self._case.device == "cuda":
             step()
-            self._wait()
+            torch.cuda.synchronize()
+            dist.barrier(self._together)  # of earlier steps, nothing is on its way
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             step()
-            self._wait()
+            torch.cuda.synchronize()
             return torch.cuda.max_memory_allocated() - before
         with OperationCounter() as counter:
             step()  # now it knows what was there before

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from sternway.pipeline.build._message_bytes import message_bytes
 from sternway.pipeline.build._weigh import StageWeight
 from sternway.schedule import Schedule
 
 OPTIMIZERS = {"none": 0.0, "sgd": 0.0, "momentum": 1.0, "adam": 2.0, "adamw": 2.0}
 """How many times the bytes of the parameters that it trains an optimizer keeps."""
-
-_MESSAGES = 6  # on their way to and from a rank: asked for ahead, being read, not yet sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +46,18 @@ def rank_bytes(plan: Schedule, weights: Sequence[StageWeight], optimizer: float)
 def _of_rank(plan: Schedule, rank: int, weights: Sequence[StageWeight], optimizer: float) -> RankBytes:
     mine = [weights[stage] for stage in plan.placement[rank]]
     held, most = 0, (0, 0)
-    for action in (action for step in plan.actions[rank] for action in step.actions):
-        each = weights[action.stage].actions[action.op]
-        most = max(most, (held + each.peak, held))
-        held += each.left
+    messages = message_bytes(plan, rank, [each.message for each in weights])
+    for step, around in zip(plan.actions[rank], messages, strict=True):
+        for action in step.actions:
+            each = weights[action.stage].actions[action.op]
+            most = max(most, (held + each.peak + around, held))
+            held += each.left
     gradients = sum(each.gradients for each in mine)
-    messages = _MESSAGES * max(each.message for each in mine)
     return RankBytes(
         plan.placement[rank],
         sum(each.parameters for each in mine),
         gradients,
         int(optimizer * gradients),
         most[1],
-        most[0] - most[1] + messages,
+        most[0] - most[1],
     )

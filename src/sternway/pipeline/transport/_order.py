@@ -1,4 +1,5 @@
-"""Which edges between ranks does a schedule use, and in which order do the messages of a step arrive on each?
+"""Which edges between ranks does a schedule use, in which order do the messages of a step arrive on each, and what does
+a message that arrives say about those that were sent?
 
 The messages from one rank to another on one channel are received in the order in which they are sent: NCCL knows no
 other.
@@ -56,6 +57,21 @@ def expected(schedule: Schedule, routes: Routes, training: bool, rank: int) -> d
         for key in (key for step in steps for key in step):
             if rank_of[key.target] == rank != source:
                 found.setdefault(edge_of(key, rank_of), []).append(key)
+    return found
+
+
+def answers(schedule: Schedule, routes: Routes, training: bool, rank: int) -> dict[MessageKey, list[MessageKey]]:
+    """What a message that arrives at a rank tells it: which of its own messages were there before that was sent."""
+    rank_of = schedule.stage_ranks()
+    found: dict[MessageKey, list[MessageKey]] = {}
+    for other in (each for each in range(schedule.ranks) if each != rank):
+        heard: list[MessageKey] = []
+        for step in schedule.actions[other]:
+            actions = [action for action in step.actions if training or action.op == "F"]
+            heard += [key for action in actions for key in routes.received(action) if rank_of[key.source] == rank]
+            sent = [key for action in actions for key in routes.sent(action) if rank_of[key.target] == rank]
+            if sent:
+                found[sent[0]], heard = heard, []
     return found
 
 
