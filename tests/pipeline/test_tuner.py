@@ -151,10 +151,10 @@ def test_steps_go_on_until_the_searches_of_all_ranks_are_done() -> None:
         slow.append((search, Future()))
         return slow[-1][1]
 
-    def agree(mine: bool) -> Callable[[], bool]:
+    def everywhere(mine: bool) -> Callable[[], bool]:
         return lambda: mine and others
 
-    tuner = Tuner(four(), Costs(), LIMIT, agree=agree, begin=later)
+    tuner = Tuner(four(), Costs(), LIMIT, everywhere=everywhere, begin=later)
     truth = Costs(F=1.0, I=1.2, W=0.8, comm=0.2)
     assert set(run(tuner, truth, 40)) == {four()}, "its own is not done"
     search, found = slow[0]

@@ -76,11 +76,11 @@ def make_tuner(plan: BuildPlan, request: BuildRequest, transport: Transport) -> 
     if request.schedule != "auto" or not transport.mine or request.ranks == 1:
         return None
 
-    def agree(mine: bool) -> Callable[[], bool]:
+    def everywhere(mine: bool) -> Callable[[], bool]:
         rows = transport.gather_later(lambda: [[float(mine)]])
         return lambda: all(row[0] for row in rows())
 
-    return Tuner(plan.schedule, plan.costs, plan.limit, None if plan.room is None else plan.room.fits, agree)
+    return Tuner(plan.schedule, plan.costs, plan.limit, None if plan.room is None else plan.room.fits, everywhere)
 
 
 def describe(plan: BuildPlan, transport: Transport, nbytes: int) -> str:

@@ -187,7 +187,8 @@ def _agreed_rooms(
     def count() -> list[list[Room]]:
         if request.sample is None:
             raise PipelineError("memory needs a sample, on the first rank", got="none", fix="pass sample=")
-        return rooms(model, layout, ways, limit, request.sample, request.sample_target, request.loss_fn)
+        sample, target, loss_fn, shards = request.sample, request.sample_target, request.loss_fn, request.shards
+        return rooms(model, layout, ways, limit, sample, target, loss_fn, shards)
 
     if not transport.mine:
         return count()

@@ -28,7 +28,7 @@ Measured = Callable[[], Timeline]
 """Waits for the times of all ranks in a step."""
 
 Search = Callable[[], list[Schedule]]
-Agree = Callable[[bool], Callable[[], bool]]
+Everywhere = Callable[[bool], Callable[[], bool]]
 """Takes what is true on this rank; the function that it returns waits for all ranks, and says whether it is on all."""
 
 _PLANS = 3, 2  # that are tried at a time, at first and again
@@ -74,7 +74,7 @@ class Tuner:
         costs: those that it was planned for.
         memory_limit: of every plan, in forwards of one microbatch through one rank's share.
         fits: whether a plan is allowed; all within the limit are by default.
-        agree: whether something is true on all ranks, to be asked some steps later.
+        everywhere: whether something is true on all ranks, to be asked some steps later.
         begin: begins a search.
 
     Attributes:
@@ -90,12 +90,12 @@ class Tuner:
         costs: Costs,
         memory_limit: float,
         fits: Callable[[Schedule], bool] | None = None,
-        agree: Agree = lambda mine: lambda: mine,
+        everywhere: Everywhere = lambda mine: lambda: mine,
         begin: Callable[[Search], Future[list[Schedule]]] = beside,
     ) -> None:
         self.schedule, self.costs, self.plans = schedule, costs, list[TriedPlan]()
         self.stopped, self._kept, self._cause = False, schedule, "the first steps"
-        self._agree, self._begin = agree, begin
+        self._everywhere, self._begin = everywhere, begin
         self._limit, self._fits, self._step = memory_limit, fits, 0
         self._story = self._tell()
         next(self._story)
@@ -133,9 +133,9 @@ class Tuner:
         found = self._begin(functools.partial(candidates, plan, costs, memory_limit=limit, count=_MANY))
         done = False
         while not done:
-            everywhere = self._agree(found.done())
+            all_done = self._everywhere(found.done())
             yield from self._wait()
-            done = everywhere()
+            done = all_done()
         return [each for each in found.result() if self._fits is None or each == plan or self._fits(each)]
 
     def _gains(self, plan: Schedule) -> bool:
