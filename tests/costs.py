@@ -27,6 +27,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_evaluate.py::test_two_processes": ("dist",),
     "pipeline/test_fit.py::test_a_large_model_takes_no_memory": ("slow",),
     "pipeline/test_fit.py::test_a_whole_gpt_with_its_own_forward": ("slow",),
+    "pipeline/test_fit.py::test_four_processes_hold_what_was_predicted_of_shards": ("dist", "slow"),
     "pipeline/test_fit.py::test_two_processes_hold_what_was_predicted": ("dist", "slow"),
     "pipeline/test_fit.py::test_what_does_not_fit_says_what_is_lacking": ("slow",),
     "pipeline/test_lives.py": ("dist", "slow"),

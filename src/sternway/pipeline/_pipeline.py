@@ -25,7 +25,7 @@ from sternway.pipeline.build._checks import (
     checked_skips,
 )
 from sternway.pipeline.build._request import BuildRequest
-from sternway.pipeline.build._sharding import ShardFn, shard_stages, whole_state, with_upkeep
+from sternway.pipeline.build._sharding import ShardFn, counted_shards, shard_stages, whole_state, with_upkeep
 from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest, with_prefixes
 from sternway.pipeline.checkpoint._saving import Resumed, Saving
@@ -78,8 +78,9 @@ class Pipeline:
         memory_limit: how many microbatches' activations a rank may keep, as F leaves them; for "auto", twice the ranks
             by default, of what I leaves if that is more.
         memory: what each rank has: bytes, or text such as "20GB". What a plan holds is counted as by ``fit``, AdamW's
-            state included; "auto" takes the fastest plan within it, and computes blocks again if it must. If none fits,
-            or the named schedule does not, that is an error. Needs ``sample``.
+            state included, and what ``shard`` shards as shards over "dp_shard". "auto" takes the fastest plan within
+            it, and computes blocks again if it must. If none fits, or the named schedule does not, that is an error.
+            Needs ``sample``.
         ranks: the number of ranks; the transport's by default.
         transport: ``DistTransport()`` over all processes by default.
         tied: groups of names of parameters that are one parameter: gradients are summed, values kept equal.
@@ -169,6 +170,7 @@ class Pipeline:
         request = BuildRequest(
             stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place,
             self._everyone, None if memory is None else parse_bytes(memory, "memory", PipelineError),
+            counted_shards(shard, grid, gathered, memory),
         )  # fmt: skip
         self._plan = agreed_plan(request, self.transport)
         own_ties = [] if self._plan.cut is None else self._plan.cut.ties()

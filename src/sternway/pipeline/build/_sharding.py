@@ -10,15 +10,36 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sternway import schedule as schedules
+from sternway._bytes import show_bytes
+from sternway._storage import storage_bytes
+from sternway._torch.sharded import local_part
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan
+from sternway.pipeline.build._rank_bytes import Shards
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule, Upkeep
 
+_UNEVEN = 0.05  # by which a shard may be larger than the others
+
 ShardFn = Callable[[nn.Module], Any]
 """Calls ``fully_shard`` on a stage, or on modules of it."""
+
+
+def counted_shards(
+    shard: ShardFn | None, mesh: PipelineMesh | None, gathered: int | None, memory: Any
+) -> Shards | None:
+    """How ``memory=`` counts what ``shard`` will shard; None if there is nothing to count, or nothing sharded."""
+    if shard is None or mesh is None or memory is None:
+        return None
+    if "dp_shard" not in mesh.names:
+        raise PipelineError(
+            'memory counts what shard= shards over a dimension "dp_shard" of the mesh',
+            got=f"the dimensions {mesh.names}",
+            fix="name the dimension so, or leave memory= out",
+        )
+    return Shards(len(mesh.along(["dp_shard"])), gathered)
 
 
 def shard_stages(plan: BuildPlan, shard: ShardFn | None, mesh: PipelineMesh | None, transport: Transport) -> None:
@@ -43,8 +64,24 @@ def shard_stages(plan: BuildPlan, shard: ShardFn | None, mesh: PipelineMesh | No
                 shard(module)
             finally:
                 _put_back(module, plan.cut.model, outside)
+        _check_counted(plan, transport)
 
     transport.crew().agree(apply)
+
+
+def _check_counted(plan: BuildPlan, transport: Transport) -> None:
+    """Raise if stages hold more than was counted under ``memory=``: not all of them is sharded."""
+    if plan.room is None or plan.room.shards is None or not transport.mine:
+        return
+    counted = plan.room.ranks(plan.schedule)[transport.mine[0]].parameters
+    tensors = (t for module in plan.modules.values() for t in (*module.parameters(), *module.buffers()))
+    held = storage_bytes(local_part(tensor) for tensor in tensors)
+    if held > (1 + _UNEVEN) * counted:
+        raise PipelineError(
+            "shard must shard all parameters of a stage, if memory= is to count them",
+            got=f"{show_bytes(held)} of parameters here, where {show_bytes(counted)} were counted",
+            fix="shard every module of the stage, or leave memory= out",
+        )
 
 
 @dataclass(frozen=True, slots=True)
