@@ -214,6 +214,7 @@ def train(rank: int, sample: bool) -> None:
     ran = []
     for number in range(60):
         ran.append(pipe.schedule)
+        assert sample or number < 4 or pipe.costs != Costs(), "the first batch is the sample"
         result = pipe.step(x, target=target, record=number > 0)
         if number == 0:
             assert result.timeline is None, "it was not asked for"
@@ -286,8 +287,10 @@ def test_a_rank_that_becomes_slow_makes_a_new_plan_on_all_ranks_at_once() -> Non
 def keep(rank: int) -> None:
     x = torch.randn(8, 8)
     options = {"n_microbatches": 4, "loss_fn": F.mse_loss}
+    with pytest.raises(PipelineError, match=r'"auto" must know what stages cost.*; got no sample=, and tune=False'):
+        Pipeline(nn.Sequential(block(), block()), schedule="auto", tune=False, **options)
     for pipe in (
-        Pipeline(nn.Sequential(block(), block()), schedule="auto", tune=False, **options),
+        Pipeline(nn.Sequential(block(), block()), schedule="auto", tune=False, sample=x[:2], **options),
         Pipeline(nn.Sequential(block(), block()), schedule="zb-h1", **options),
     ):
         first = pipe.schedule

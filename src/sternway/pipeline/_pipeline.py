@@ -66,8 +66,9 @@ class Pipeline:
     Args:
         stages: this rank's stages as ``{index: module}``, or a whole model, of which each rank keeps its part; what
             other ranks keep is moved to the meta device. See ``docs/models.md``.
-        schedule: a ``Schedule``, the name of one, or "auto": search for the best one, given the costs of ``sample``;
-            then try the best ones in the first steps, keep the fastest, and search again when costs change.
+        schedule: a ``Schedule``, the name of one, or "auto": search for the best one, given the costs of ``sample``,
+            or without one those of the first steps; try the best ones in the next steps, keep the fastest, and search
+            again when costs change.
         loss_fn: ``loss_fn(output, target)`` returns the mean over the rows, or a sum and the count to divide it by;
             used on the rank of the last stage. For a whole model by default its own loss, ``output.loss``.
         n_microbatches: into how many microbatches a batch is cut; a ``Schedule`` knows its own number.
@@ -170,7 +171,7 @@ class Pipeline:
         request = BuildRequest(
             stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place,
             self._everyone, None if memory is None else parse_bytes(memory, "memory", PipelineError),
-            counted_shards(shard, grid, gathered, memory),
+            counted_shards(shard, grid, gathered, memory), tune,
         )  # fmt: skip
         self._plan = agreed_plan(request, self.transport)
         own_ties = [] if self._plan.cut is None else self._plan.cut.ties()

@@ -21,7 +21,7 @@ from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._routes import MAIN
 from sternway.pipeline.transport._transport import Transport
-from sternway.schedule import Schedule
+from sternway.schedule import Costs, Schedule
 
 EPSILON = 1e-9  # rounding
 
@@ -182,6 +182,12 @@ def check_placement(plan: BuildPlan, request: BuildRequest, transport: Transport
                 got=f"no stage {missing[0]}, but {sorted(plan.modules)}",
                 fix="pass {index: module} for each of them",
             )
+    if request.schedule == "auto" and not request.tune and plan.costs == Costs() and transport.mine and ranks > 1:
+        raise PipelineError(
+            '"auto" must know what stages cost: from a sample, or from its first steps',
+            got="no sample=, and tune=False",
+            fix="pass sample=, one microbatch of a whole model, leave tune=False out, or name a schedule",
+        )
     mine = {stage for rank in transport.mine or range(ranks) for stage in schedule.placement[rank]}
     extra = sorted(plan.modules.keys() - mine)
     if extra:

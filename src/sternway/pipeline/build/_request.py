@@ -33,3 +33,4 @@ class BuildRequest:
     everyone: Sequence[int] | None = None  # the processes of all copies of the pipeline, if there are copies
     memory: int | None = None  # bytes of a rank
     shards: Shards | None = None  # of the parameters of stages, once they are cut
+    tune: bool = True  # whether "auto" may change its plan later
