@@ -1,6 +1,6 @@
 """Is the plan the run? Planned and measured steps, predicted and measured memory, and "auto" beside all schedules.
 
-    python benchmarks/plan/main.py [--ranks 2,4,8] [--device cuda] [--rounds N] [--steps N] [--json]
+    python benchmarks/plan/main.py [--ranks 2,4,8] [--device cuda] [--rounds N] [--steps N] [--bytes] [--json]
 
 GPT blocks, two for each rank, and twice as many microbatches as ranks. On CPUs: microbatches of 2 × 64 tokens, gloo
 ranks with one thread each. On a GPU, which the ranks share as small GPUs (``tests/small_gpus.py``): bfloat16,
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps in one timing of a named schedule")
     parser.add_argument("--all-steps", type=int, default=100, help="steps of auto, its tries included")
     parser.add_argument("--dim", type=int, default=None)
+    parser.add_argument("--bytes", action="store_true", help="memory alone, which does not depend on the load")
     parser.add_argument("--schedules", default="", help="of the named ones, these alone")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one number of ranks")
     arguments = parser.parse_args()
@@ -63,7 +64,16 @@ def main() -> None:
     dim = arguments.dim or (2048 if arguments.device == "cuda" else 96)
     only = tuple(name for name in arguments.schedules.split(",") if name)
     cases = [
-        Case(int(ranks), arguments.device, dim, arguments.rounds, arguments.steps, arguments.all_steps, only)
+        Case(
+            int(ranks),
+            arguments.device,
+            dim,
+            arguments.rounds,
+            arguments.steps,
+            arguments.all_steps,
+            only,
+            times=not arguments.bytes,
+        )  # fmt: skip
         for ranks in arguments.ranks.split(",")
     ]
     found = [run(case, arguments.limit) for case in cases]
@@ -76,14 +86,19 @@ def main() -> None:
 
 def print_table(found: dict[str, Any]) -> None:
     print(f"\n{found['ranks']} ranks on {found['device']}, d={found['dim']}, torch {torch.__version__}\n")
-    print("| | step, ms | action, ms | planned / measured | predicted / measured, ranks | auto / it | with tries |")
+    spreads = {name: f"{min(each):.3f} to {max(each):.3f}" for name, each in found["predicted_over_measured"].items()}
+    if "step_ms" not in found:
+        print("| | predicted / measured bytes, of ranks |")
+        print("| --- | --- |")
+        for name, spread in spreads.items():
+            print(f"| {name} | {spread} |")
+        return
+    print("| | step, ms | action, ms | planned / measured | bytes, of ranks | auto / it | with tries |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, step in found["step_ms"].items():
-        peaks = found["predicted_over_measured"].get(name, [])
-        spread = f"{min(peaks):.2f} to {max(peaks):.2f}" if peaks else ""
         auto = found["auto_over"].get(name)
         both = f"{auto:.2f} | {found['auto_with_tries_over'][name]:.2f}" if auto is not None else "|"
-        planned = found["planned_over_measured"][name]
+        planned, spread = found["planned_over_measured"][name], spreads.get(name, "")
         print(f"| {name} | {step:.1f} | {found['action_ms'][name]:.2f} | {planned:.2f} | {spread} | {both} |")
     print("\n" + "\n".join(found["story"]))
 

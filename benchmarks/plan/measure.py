@@ -41,6 +41,7 @@ class Case:
     steps: int  # in one timing of a named schedule
     all_steps: int  # of "auto", from its first one on
     only: tuple[str, ...] = ()  # these schedules
+    times: bool = True  # or bytes alone
 
     @property
     def microbatches(self) -> int:
@@ -103,15 +104,16 @@ class Bench:
         self._x, self._target = case.batch()
 
     def run(self) -> dict[str, Row]:
-        rows = {name: Row() for name in [*self._case.names(), "auto"]}
+        rows = {name: Row() for name in [*self._case.names(), *(["auto"] if self._case.times else [])]}
         predicted = self._predicted()
-        for number in range(self._case.rounds):
+        for number in range(self._case.rounds if self._case.times else 1):
             for name, row in rows.items():
                 with self._pipeline(name) as pipe:
-                    self._time(pipe, name, row)
+                    if self._case.times:
+                        self._time(pipe, name, row)
                     if number == 0 and name in predicted:
                         self._weigh(pipe, predicted[name], row)
-                if self._rank == 0:
+                if self._rank == 0 and self._case.times:
                     times = f"{1e3 * row.step[-1]:.1f} ms, planned {1e3 * row.planned[-1]:.1f}"
                     sys.stderr.write(f"{self._case.ranks} ranks, {name}: {times}\n")
         return rows
@@ -220,22 +222,22 @@ def measure(rank: int, case: Case, path: str) -> None:
 
 def summary(case: Case, rows: dict[str, Row]) -> dict[str, Any]:
     """Ratios within each round, and their medians."""
-    auto, weighed = rows["auto"], {name: row for name, row in rows.items() if row.peaks}
-    return {
-        "ranks": case.ranks,
-        "device": case.device,
-        "dim": case.dim,
+    found: dict[str, Any] = {"ranks": case.ranks, "device": case.device, "dim": case.dim}
+    found["peak_bytes"] = {name: row.peaks for name, row in rows.items() if row.peaks}
+    found["predicted_over_measured"] = {
+        name: [each["predicted"] / each["measured"] for each in peaks] for name, peaks in found["peak_bytes"].items()
+    }
+    if not case.times:
+        return found
+    auto, named = rows["auto"], {name: row for name, row in rows.items() if name != "auto"}
+    return found | {
         "step_ms": {name: 1e3 * statistics.median(row.step) for name, row in rows.items()},
         "action_ms": {name: 1e3 * statistics.median(row.action) for name, row in rows.items()},
         "planned_over_measured": {name: _ratio(row.planned, row.step) for name, row in rows.items()},
-        "predicted_over_measured": {
-            name: [each["predicted"] / each["measured"] for each in row.peaks] for name, row in weighed.items()
-        },
-        "peak_bytes": {name: row.peaks for name, row in weighed.items()},
-        "auto_over": {name: _ratio(auto.step, row.step) for name, row in rows.items() if name != "auto"},
-        "auto_with_tries_over": {name: _ratio(auto.whole, row.step) for name, row in rows.items() if name != "auto"},
+        "auto_over": {name: _ratio(auto.step, row.step) for name, row in named.items()},
+        "auto_with_tries_over": {name: _ratio(auto.whole, row.step) for name, row in named.items()},
         "story": auto.story,
-    }  # fmt: skip
+    }
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> float:
