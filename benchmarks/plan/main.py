@@ -73,7 +73,7 @@ def main() -> None:
             arguments.all_steps,
             only,
             times=not arguments.bytes,
-        )  # fmt: skip
+        )
         for ranks in arguments.ranks.split(",")
     ]
     found = [run(case, arguments.limit) for case in cases]

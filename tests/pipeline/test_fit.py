@@ -183,7 +183,7 @@ def test_errors() -> None:
         pipeline.fit(model, sample(), ranks=2, n_microbatches=4, optimizer="adamax")
     with pytest.raises(PipelineError, match="memory must be a size; got 'lots'"):
         pipeline.fit(model, sample(), ranks=2, n_microbatches=4, memory="lots")
-    with pytest.raises(PipelineError, match="shards must be a number from 1 on; got 0"):
+    with pytest.raises(PipelineError, match="shards must be a number from 1 on; got int 0"):
         pipeline.fit(model, sample(), ranks=2, n_microbatches=4, shards=0)
     with pytest.raises(ScheduleError, match="nope"):
         pipeline.fit(model, sample(), ranks=2, n_microbatches=4, schedule="nope")
