@@ -21,12 +21,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
 
+from sternway import schedule as schedules
 from sternway.schedule import Costs, Schedule, Timeline, candidates, measured_costs
 
 Measured = Callable[[], Timeline]
 """Waits for the times of all ranks in a step."""
 
 _PLANS = 3, 2  # that are tried at a time, at first and again
+_MORE = 2  # of sharded stages: a simulation knows little of gathering and reducing
 _ROUNDS = 2
 _LATER = 2  # steps after which the times of a step are looked at
 _CALM, _CALMEST = 3, 96  # steps between two looks for drift, at first and at most
@@ -64,6 +66,8 @@ class Tuner:
         costs: those that it was planned for.
         memory_limit: of every plan, in forwards of one microbatch through one rank's share.
         fits: whether a plan is allowed; all within the limit are by default.
+        sharded: puts the upkeep of sharded stages into a plan; None if none is sharded.
+        agree: makes the times of this pipeline those that all its copies decide by; None if there are no copies.
 
     Attributes:
         schedule: the plan of the next step.
@@ -78,7 +82,10 @@ class Tuner:
         costs: Costs,
         memory_limit: float,
         fits: Callable[[Schedule], bool] | None = None,
+        sharded: Callable[[Schedule], Schedule] | None = None,
+        agree: Callable[[Measured], Measured] | None = None,
     ) -> None:
+        self._sharded, self._agree = sharded, agree
         self.schedule, self.costs, self.plans = schedule, costs, list[TriedPlan]()
         self.stopped, self._kept = False, schedule
         self._limit, self._fits, self._step = memory_limit, fits, 0
@@ -88,7 +95,7 @@ class Tuner:
     def note(self, measured: Measured) -> None:
         """A step has run; these are its times. Afterwards ``schedule`` is the next step's."""
         self._step += 1
-        self.schedule = self._story.send(measured)
+        self.schedule = self._story.send(measured if self._agree is None else self._agree(measured))
 
     def stop(self) -> None:
         """Keep the best plan so far from now on."""
@@ -112,7 +119,11 @@ class Tuner:
             yield from self._until_drift(calm)
 
     def _candidates(self, count: int) -> list[Schedule]:
-        return candidates(self.schedule, self.costs, memory_limit=self._limit, count=count, fits=self._fits)
+        bare, more = self.schedule, 0
+        if self._sharded is not None:
+            bare, more = schedules.sharded(bare, stages=()), _MORE
+        found = candidates(bare, self.costs, memory_limit=self._limit, count=count + more, fits=self._fits)
+        return found if self._sharded is None else [self._sharded(plan) for plan in found]
 
     def _wait(self) -> Generator[Schedule, Measured, None]:
         for _ in range(_LATER):
