@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import expert_models
-from expert_models import MixedModel
+from expert_models import MixedModel, RoutedExperts
 from parallel_models import LENGTH, VOCABULARY, language_model, put_on, token_loss, whole
 from sharded_cases import counting
 from sternway.pipeline import Pipeline
@@ -135,6 +135,9 @@ def prepare(model: nn.Module, way: str, calls: Calls, **options: Any) -> None:
     """Let each block run in a way; of those that are not compiled, the calls are counted."""
     for block in model.blocks:
         if way == "compiled":
+            for each in block.modules():
+                if isinstance(each, RoutedExperts):
+                    each.grouped = False  # Dynamo takes grouped products of bfloat16 alone
             block.compile(**(options or {"backend": sternway, "options": {"inner": "eager"}}))
             continue
         block.forward = calls.counted(block.forward)
