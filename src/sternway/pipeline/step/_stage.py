@@ -104,6 +104,8 @@ class Stage:
         if self.shards is not None:
             self.shards.wait(all_units=False)
         training = torch.is_grad_enabled()
+        if training:
+            split.forward_begins()
         inputs = {name: as_inputs(*payload) if training else payload[1] for name, payload in received.items()}
         trees = {name: unpack(spec, inputs[name], self.module.parameters) for name, (spec, _) in received.items()}
         keywords = dict(microbatch.stage_kwargs or {})
