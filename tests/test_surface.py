@@ -62,6 +62,7 @@ SURFACE = {
         "Product",
         "backward_input",
         "capture",
+        "forward_begins",
         "inspect",
         "install",
         "kinds",

@@ -25,7 +25,8 @@ from sternway.pipeline.build._checks import (
     checked_skips,
 )
 from sternway.pipeline.build._request import BuildRequest
-from sternway.pipeline.build._sharding import ShardFn, counted_shards, shard_stages, whole_state, with_upkeep
+from sternway.pipeline.build._shard_stage import ShardFn
+from sternway.pipeline.build._sharding import counted_shards, shard_stages, whole_state, with_upkeep
 from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest, with_prefixes
 from sternway.pipeline.checkpoint._saving import Resumed, Saving
@@ -170,7 +171,7 @@ class Pipeline:
         self._everyone = None if grid is None else grid.everyone
         request = BuildRequest(
             stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place,
-            self._everyone, None if memory is None else parse_bytes(memory, "memory", PipelineError),
+            self._everyone, None if memory is None else parse_bytes(memory, "memory", PipelineError), shard,
             counted_shards(shard, grid, gathered, memory), tune,
         )  # fmt: skip
         self._plan = agreed_plan(request, self.transport)
@@ -194,7 +195,7 @@ class Pipeline:
         if scaler is not None:
             scaler.connect(self._gradients.add_up, self.transport.device)
         self._guard = Guard(self.transport, ranks_here[0], Path(reports or default_folder()))
-        self._tuner = make_tuner(self._plan, request, self.transport) if tune and mesh is None else None
+        self._tuner = make_tuner(self._plan, request, self.transport, first, gathered) if tune else None
         self._runner = StepRunner(
             self.stages, first, routes, self.transport, ranks_here, self._gradients, self._guard,
             chunk, clock_offsets(self.transport, ranks), self._plan.costs.memory_after_I, self._tuner,

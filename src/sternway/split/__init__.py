@@ -16,6 +16,7 @@ from sternway.split._pending import Pending
 from sternway.split._preview import DeferredNode, Preview, preview
 from sternway.split._rules import rule
 from sternway.split._stage import stage_backward, stage_backward_input, stage_backward_weight
+from sternway.split._unseen import forward_begins
 from sternway.split.captured._capture import Captured, capture
 from sternway.split.compiled._inspect import inspect
 from sternway.split.compiled._report import CompiledGraph, CompiledGraphs, CompiledNode
@@ -39,6 +40,7 @@ __all__ = [
     "Product",
     "backward_input",
     "capture",
+    "forward_begins",
     "inspect",
     "install",
     "kinds",

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from sternway._torch.modes import is_compiled
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan
 from sternway.pipeline.build._request import BuildRequest
@@ -122,16 +121,9 @@ def check_plain(stages: Any, mesh: PipelineMesh | None) -> None:
                 fix="pass the model as it is, and shard=, which is called on each stage",
             )
         by_fsdp = {id(parameter) for name in units for parameter in named[name].parameters()}
-        compiled = {id(p) for each in module.modules() if is_compiled(each) for p in each.parameters()}
         for name, parameter in module.named_parameters():
             if isinstance(parameter, DTensor):
                 _check_mesh_of(name, parameter, mesh, id(parameter) in by_fsdp)
-                if id(parameter) in compiled and mesh is not None and mesh.spanned(parameter).difference(mesh.data):
-                    raise PipelineError(
-                        "a stage cannot compile a module with DTensor parameters: their gradients are not right yet",
-                        got=f"{name} in a compiled module",
-                        fix="compile a module without such parameters, or none",
-                    )
 
 
 def _check_mesh_of(name: str, parameter: DTensor, mesh: PipelineMesh | None, by_fsdp: bool) -> None:

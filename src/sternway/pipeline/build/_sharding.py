@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sternway import schedule as schedules
@@ -16,15 +15,13 @@ from sternway._torch.sharded import local_part
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan
 from sternway.pipeline.build._rank_bytes import Shards
+from sternway.pipeline.build._shard_stage import ShardFn, shard_stage
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule, Upkeep
 
 _UNEVEN = 0.05  # by which a shard may be larger than the others
-
-ShardFn = Callable[[nn.Module], Any]
-"""Calls ``fully_shard`` on a stage, or on modules of it."""
 
 
 def counted_shards(
@@ -59,11 +56,7 @@ def shard_stages(plan: BuildPlan, shard: ShardFn | None, mesh: PipelineMesh | No
                 "shard needs to know what the stages use", got="no sample=", fix="pass sample=, one microbatch"
             )
         for module in plan.modules.values():
-            outside = _take_out(module, plan.cut.model)
-            try:
-                shard(module)
-            finally:
-                _put_back(module, plan.cut.model, outside)
+            shard_stage(module, plan.cut.model, shard)
         _check_counted(plan, transport)
 
     transport.crew().agree(apply)
@@ -82,38 +75,6 @@ def _check_counted(plan: BuildPlan, transport: Transport) -> None:
             got=f"{show_bytes(held)} of parameters here, where {show_bytes(counted)} were counted",
             fix="shard every module of the stage, or leave memory= out",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Outside:
-    """A parameter that a stage holds, but no module that it calls: it is used as it is, or is another's second name."""
-
-    name: str
-    parameter: nn.Parameter
-    inside: str | None  # the name of the same parameter in a module that the stage calls
-
-
-def _take_out(stage: nn.Module, model: nn.Module) -> list[_Outside]:
-    """Take those parameters out of a stage: sharded, they would be others than those that the model's forward uses."""
-    held = dict(stage.named_parameters(remove_duplicate=False))
-    own = {name: stage.get_submodule(name.rpartition(".")[0]) for name in held}
-    called = {name for name in held if own[name] is model.get_submodule(name.rpartition(".")[0])}
-    inside = {id(held[name]): name for name in called}
-    found = [_Outside(name, held[name], inside.get(id(held[name]))) for name in held if name not in called]
-    for each in found:
-        delattr(own[each.name], each.name.rpartition(".")[2])
-    return found
-
-
-def _put_back(stage: nn.Module, model: nn.Module, outside: list[_Outside]) -> None:
-    """Put them back; those that have a sharded twin now as that twin, and the whole one is freed."""
-    for each in outside:
-        path, _, short = each.name.rpartition(".")
-        now = each.parameter if each.inside is None else stage.get_parameter(each.inside)
-        stage.get_submodule(path).register_parameter(short, now)
-        if now is not each.parameter:
-            empty = nn.Parameter(each.parameter.detach().to("meta"), each.parameter.requires_grad)
-            setattr(model.get_submodule(path), short, empty)
 
 
 def whole_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

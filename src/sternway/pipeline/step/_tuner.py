@@ -21,6 +21,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from sternway import schedule as schedules
 from sternway.pipeline.step._beside import beside
 from sternway.schedule import Costs, Schedule, Timeline, candidates, measured_costs
 
@@ -32,6 +33,7 @@ Everywhere = Callable[[bool], Callable[[], bool]]
 """Takes what is true on this rank; the function that it returns waits for all ranks, and says whether it is on all."""
 
 _PLANS = 3, 2  # that are tried at a time, at first and again
+_MORE = 2  # of sharded stages: a simulation knows little of gathering and reducing
 _ROUNDS = 2
 _MANY = 100  # plans: all of them
 _LATER = 2  # steps after which the times of a step are looked at
@@ -76,6 +78,8 @@ class Tuner:
         fits: whether a plan is allowed; all within the limit are by default.
         everywhere: whether something is true on all ranks, to be asked some steps later.
         begin: begins a search.
+        sharded: puts the upkeep of sharded stages into a plan; None if none is sharded.
+        agree: makes the times of this pipeline those that all its copies decide by; None if there are no copies.
 
     Attributes:
         schedule: the plan of the next step.
@@ -92,7 +96,10 @@ class Tuner:
         fits: Callable[[Schedule], bool] | None = None,
         everywhere: Everywhere = lambda mine: lambda: mine,
         begin: Callable[[Search], Future[list[Schedule]]] = beside,
+        sharded: Callable[[Schedule], Schedule] | None = None,
+        agree: Callable[[Measured], Measured] | None = None,
     ) -> None:
+        self._sharded, self._agree = sharded, agree
         self.schedule, self.costs, self.plans = schedule, costs, list[TriedPlan]()
         self.stopped, self._kept, self._cause = False, schedule, "the first steps"
         self._everywhere, self._begin = everywhere, begin
@@ -103,20 +110,20 @@ class Tuner:
     def note(self, measured: Measured) -> None:
         """A step has run; these are its times. Afterwards ``schedule`` is the next step's."""
         self._step += 1
-        self.schedule = self._story.send(measured)
+        self.schedule = self._story.send(measured if self._agree is None else self._agree(measured))
 
     def stop(self) -> None:
         """Keep the best plan so far from now on."""
         self.stopped, self.schedule = True, self._kept
 
     def _tell(self) -> Generator[Schedule, Measured, None]:
-        calm = _CALM
+        calm, more = _CALM, 0 if self._sharded is None else _MORE
         yield self.schedule  # the first step of all loads kernels and allocates memory
         measured = yield self.schedule
         yield from self._wait()
         self.costs = measured_costs(measured(), self.costs)
         for count in _PLANS:
-            yield from self._try((yield from self._search())[:count])
+            yield from self._try((yield from self._search())[: count + more])
         while True:
             yield from self._until_drift(calm)
             before = self.schedule
@@ -124,19 +131,20 @@ class Tuner:
                 plans = yield from self._search()
                 if not self._gains(plans[0]):
                     break
-                yield from self._try(plans[:count])
+                yield from self._try(plans[: count + more])
             calm = min(2 * calm, _CALMEST) if self.schedule == before else _CALM  # for nothing: look less often
 
     def _search(self) -> Generator[Schedule, Measured, list[Schedule]]:
         """Run on until the searches of all ranks are done; they find the same. The best plan is the first."""
-        plan, costs, limit = self.schedule, self.costs, self._limit
-        found = self._begin(functools.partial(candidates, plan, costs, memory_limit=limit, count=_MANY))
+        plan = self.schedule if self._sharded is None else schedules.sharded(self.schedule, stages=())
+        found = self._begin(functools.partial(candidates, plan, self.costs, memory_limit=self._limit, count=_MANY))
         done = False
         while not done:
             all_done = self._everywhere(found.done())
             yield from self._wait()
             done = all_done()
-        return [each for each in found.result() if self._fits is None or each == plan or self._fits(each)]
+        plans = [each for each in found.result() if self._fits is None or each == plan or self._fits(each)]
+        return plans if self._sharded is None else [self._sharded(each) for each in plans]
 
     def _gains(self, plan: Schedule) -> bool:
         return plan.simulate(self.costs).period < (1 - _GAIN) * self.schedule.simulate(self.costs).period

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from sternway._torch import compile as seam
 from sternway._torch import require
+from sternway._torch.async_tensors import with_arrived
 from sternway.errors import SplitError
 from sternway.split.compiled._build import Half, Region, Strides, build
 from sternway.split.compiled._partition import partition
@@ -59,14 +60,15 @@ def sternway(
         )
     parameters = {index: value for index, value in enumerate(inputs) if isinstance(value, Parameter)}
     if inner == "inductor":
-        return _with_inductor(module, inputs, parameters, {**seam.inductor_options(mode), **settings})
+        settings = {**seam.inductor_options(mode), **settings}
+        return with_arrived(lambda given: _with_inductor(module, given, parameters, settings), module, inputs)
     if mode not in (None, "default") or settings:
         raise SplitError(
             'inner="eager" cannot take a mode or other options, which are for Inductor',
             got=f"mode={mode!r}, options={settings!r}",
             fix='leave them out, or pass options={"inner": "inductor"}',
         )
-    return _with_none(module, inputs, parameters)
+    return with_arrived(lambda given: _with_none(module, given, parameters), module, inputs)
 
 
 def _has_compiler(inputs: Sequence[Any]) -> bool:
