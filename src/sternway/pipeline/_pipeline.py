@@ -108,7 +108,7 @@ class Pipeline:
         cuda_graphs: run the stages as CUDA graphs, so that a GPU does not wait for Python; see ``docs/captured.md``. A
             stage that cannot be captured runs as it is, with a warning that says why.
         tune: whether "auto" may change its schedule between steps. The order of sums, and so the last bits of
-            gradients, change with it. Copies of a pipeline (``mesh``) keep the first one.
+            gradients, change with it. Copies of a pipeline (``mesh``) change it together.
 
     Attributes:
         profile: what was measured of ``sample``, one entry for each stage; None if nothing was.
