@@ -164,17 +164,13 @@ def test_steps_go_on_until_the_searches_of_all_ranks_are_done() -> None:
     assert len(set(run(tuner, truth, 40))) > 2
 
 
-def double(number: int) -> int:
-    print("what is printed there does no harm")  # noqa: T201 - it must not end up in the result
-    return 2 * number
-
-
 def test_a_call_beside_the_training_returns_or_raises_what_it_does_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert beside(functools.partial(double, 21)).result(60) == 42
+    assert beside(functools.partial(int, "42")).result() == 42
+    assert beside(functools.partial(print, "what is printed there does no harm")).result() is None
     with pytest.raises(ValueError, match="invalid literal"):
-        beside(functools.partial(int, "x")).result(60)
+        beside(functools.partial(int, "x")).result()
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    assert beside(functools.partial(double, 4)).result(60) == 8, "in a thread, if there is no process"
+    assert beside(functools.partial(int, "8")).result() == 8, "in a thread, if there is no process"
 
 
 def test_steps_that_become_slower_as_a_whole_change_nothing() -> None:
