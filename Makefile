@@ -79,6 +79,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/split/main.py
 	$(BIN)/python benchmarks/schedule/main.py
 	$(BIN)/python benchmarks/pipeline/main.py
+	$(BIN)/python benchmarks/plan/main.py
 	$(BIN)/python benchmarks/graph/main.py
 	$(BIN)/python benchmarks/atlas/main.py
 	$(BIN)/python benchmarks/saved/main.py

@@ -64,6 +64,7 @@ SURFACE = {
         "backward_input",
         "capture",
         "capture_step",
+        "forward_begins",
         "inspect",
         "install",
         "kinds",

@@ -6,9 +6,10 @@ Four processes: pp=2 × dp_shard=2. Eight GPT blocks, each sharded by ``fully_sh
 which the processes share as small GPUs (``tests/small_gpus.py``), over NCCL: float32 parameters that are gathered in
 bfloat16 and reduced in float32, microbatches of 4 × 512 tokens. On CPUs, over gloo: all in float32, 2 × 64 tokens.
 
-Each round times each row in turn: some steps that follow each other, of a pipeline that is built for that and closed
-afterwards. A step is forward and backward of the batch with its reductions; gradients are set to None after it. Peak
-memory is the largest of any process while the steps are timed. Rows must agree in the norm of their gradients.
+All rows are built once; "auto" then tries plans in steps of its own, and keeps the best. Each round times each row in
+turn: some steps that follow each other. A step is forward and backward of the batch with its reductions; gradients are
+set to None before it. Peak memory is the largest of any process while the steps are timed, less what the other rows
+hold. Rows must agree in the norm of their gradients.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,10 @@ from models import gpt
 from gloo import free_port, join_group
 from sharded_cases import counting
 from small_gpus import become_small_gpu, mps
-from sternway import pipeline, schedule
+from sternway import pipeline
 
-PIPELINE, SHARDS, BLOCKS, MICROBATCHES, WARM_UP = 2, 2, 8, 8, 2
+PIPELINE, SHARDS, BLOCKS, MICROBATCHES = 2, 2, 8, 8
+WARM_UP = 2  # steps after a row is built
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
 TORCH = (*LOOPED, "ScheduleZBVZeroBubble")
 OURS = ("1f1b", "interleaved-1f1b", "zb-h2", "zb-v", "auto")
@@ -65,6 +66,7 @@ class Case:
     length: int
     rounds: int
     steps: int  # in one timing
+    trials: int  # steps in which "auto" tries plans
 
     def blocks(self) -> nn.Sequential:
         torch.manual_seed(0)
@@ -92,12 +94,33 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(output.float(), target)
 
 
-Row = Callable[[], AbstractContextManager[tuple[Step, list[nn.Parameter]]]]
-"""Builds a pipeline, gives its step and its parameters, and closes it."""
+@dataclass
+class BuiltRow:
+    """A pipeline of this process.
+
+    Attributes:
+        step: one step with the batch.
+        parameters: those that are here.
+        pipe: ours; None for torch's.
+        held: the bytes that it holds between steps.
+    """
+
+    step: Step
+    parameters: list[nn.Parameter]
+    pipe: pipeline.Pipeline | None = None
+    held: int = 0
+
+    def run(self, count: int, x: Tensor, target: Tensor) -> None:
+        for _ in range(count):
+            self.drop_grads()
+            self.step(x, target)
+
+    def drop_grads(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
 
 
-@contextmanager
-def torch_row(name: str, mesh: DeviceMesh, case: Case) -> Iterator[tuple[Step, list[nn.Parameter]]]:
+def torch_row(name: str, mesh: DeviceMesh, case: Case) -> BuiltRow:
     """By a schedule of torch's."""
     rank = mesh.get_local_rank("pp")
     mine = [rank, rank + PIPELINE] if name in LOOPED else [rank, 2 * PIPELINE - 1 - rank]
@@ -118,30 +141,18 @@ def torch_row(name: str, mesh: DeviceMesh, case: Case) -> Iterator[tuple[Step, l
         options: dict[str, Any] = {"target": target, "losses": []} if count - 1 in mine else {}
         plan.step(*arguments, **options)
 
-    yield step, [parameter for part in parts for parameter in part.parameters()]
+    return BuiltRow(step, [parameter for part in parts for parameter in part.parameters()])
 
 
-@dataclass
-class OurRow:
-    """By a schedule of ours; "auto" keeps what it found in the first round."""
-
-    name: str
-    mesh: DeviceMesh
-    case: Case
-    found: schedule.Schedule | None = None
-
-    @contextmanager
-    def build(self) -> Iterator[tuple[Step, list[nn.Parameter]]]:
-        x, target = self.case.batch(0)
-        wanted = self.found or self.name
-        pipe = pipeline.Pipeline(
-            self.case.blocks(), schedule=wanted, n_microbatches=MICROBATCHES, loss_fn=loss_fn, mesh=self.mesh,
-            sample=x[: self.case.rows], sample_target=target[: self.case.rows],
-            shard=lambda stage: shard(stage, list(stage.children()), self.mesh["dp_shard"]),
-        )  # fmt: skip
-        self.found = schedule.sharded(pipe.schedule, stages=())
-        with closing(pipe):
-            yield lambda x, target: pipe.step(x, target=target, record=False), list(pipe.parameters())
+def our_row(name: str, mesh: DeviceMesh, case: Case) -> BuiltRow:
+    """By a schedule of ours."""
+    x, target = case.batch(0)
+    pipe = pipeline.Pipeline(
+        case.blocks(), schedule=name, n_microbatches=MICROBATCHES, loss_fn=loss_fn, mesh=mesh,
+        sample=x[: case.rows], sample_target=target[: case.rows],
+        shard=lambda stage: shard(stage, list(stage.children()), mesh["dp_shard"]),
+    )  # fmt: skip
+    return BuiltRow(lambda x, target: pipe.step(x, target=target, record=False), list(pipe.parameters()), pipe)
 
 
 def whole_bytes(tensors: list[Tensor]) -> int:
@@ -166,55 +177,74 @@ def run(rank: int, port: int, case: Case, shared: dict[str, str], names: list[li
 def measure(rank: int, mesh: DeviceMesh, case: Case, theirs: list[str], ours: list[str]) -> dict[str, dict[str, Any]]:
     x, target = case.batch(mesh.get_local_rank("dp_shard"))
     together = dist.new_group(backend="gloo")
-    rows: dict[str, Row] = {
+    makers: dict[str, Callable[[], BuiltRow]] = {
         "torch " + name.removeprefix("Schedule"): functools.partial(torch_row, name, mesh, case) for name in theirs
     }
-    rows |= {"sternway " + name: OurRow(name, mesh, case).build for name in ours}
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in rows}
+    makers |= {"sternway " + name: functools.partial(our_row, name, mesh, case) for name in ours}
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in makers}
+    rows: dict[str, BuiltRow] = {}
+    begun = time.perf_counter()
+    for name, make in makers.items():
+        before = _allocated(case)
+        row = rows[name] = make()
+        row.run(WARM_UP, x, target)
+        _note(found[name], together, "norm", _square(row.parameters), sum_up=True)
+        if row.pipe is not None and name.endswith("auto"):
+            row.run(case.trials, x, target)
+            row.pipe.stop_tuning()
+        row.drop_grads()
+        row.held = _allocated(case) - before
+        if rank == 0:
+            plans = [] if row.pipe is None else [str(plan) for plan in row.pipe.plans]
+            kept = "" if row.pipe is None else f", {row.pipe.schedule.name} of {row.pipe.schedule.num_stages} stages"
+            said = "".join(f"\n    {plan}" for plan in plans)
+            sys.stderr.write(f"{time.perf_counter() - begun:.0f} s: {name} is built{kept}{said}\n")
     for _ in range(case.rounds):
         for name, row in rows.items():
-            gc.collect()
-            if case.device == "cuda":
-                torch.cuda.empty_cache()
-            with row() as (step, parameters):
-                note = functools.partial(_note, found[name], together)
-                for _ in range(WARM_UP):
-                    _drop(parameters)
-                    step(x, target)
-                note("norm", _square(parameters), sum_up=True)
-                _time(case, step, x, target, parameters, note, together)
+            _time(case, row, x, target, functools.partial(_note, found[name], together), together)
             if rank == 0:
-                last = {what: values[-1] for what, values in found[name].items()}
-                sys.stderr.write(f"{name}: {last}\n")
+                last = {what: round(values[-1], 4) for what, values in found[name].items()}
+                sys.stderr.write(f"{time.perf_counter() - begun:.0f} s: {name}: {last}\n")
     _check(found)
+    for row in rows.values():
+        if row.pipe is not None:
+            row.pipe.close()
     medians = {name: {what: statistics.median(values) for what, values in each.items()} for name, each in found.items()}
     return {name: {**medians[name], "all_ms": found[name]["ms"]} for name in found}
 
 
-def _time(
-    case: Case,
-    step: Step,
-    x: Tensor,
-    target: Tensor,
-    parameters: list[nn.Parameter],
-    note: Callable[..., None],
-    together: Any,
-) -> None:
+def _allocated(case: Case) -> int:
+    """The bytes that this process holds on its GPU; 0 on a CPU."""
+    gc.collect()
+    if case.device != "cuda":
+        return 0
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated()
+
+
+def _time(case: Case, row: BuiltRow, x: Tensor, target: Tensor, note: Callable[..., None], together: Any) -> None:
+    """Time some steps of a row, after one that finds the memory."""
     on_gpu = case.device == "cuda"
+    row.run(1, x, target)
+    row.drop_grads()
+    others = _allocated(case) - row.held
     if on_gpu:
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
+    row.run(1, x, target)
+    peak = torch.cuda.max_memory_allocated() - others if on_gpu else 0
     with counting(whole_bytes) as counts:
         dist.barrier(together)
         start = time.perf_counter()
-        for _ in range(case.steps):
-            _drop(parameters)
-            step(x, target)
+        row.run(case.steps, x, target)
         if on_gpu:
             torch.cuda.synchronize()
         dist.barrier(together)
         note("ms", 1e3 * (time.perf_counter() - start) / case.steps)
-    note("peak_gib", torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0)
+    if on_gpu:
+        peak = max(peak, torch.cuda.max_memory_allocated() - others)
+    row.drop_grads()
+    note("peak_gib", peak / 2**30)
     gathered, reduced = counts.values()
     note("gathered_mib", gathered / case.steps / 2**20)
     note("reduced_mib", reduced / case.steps / 2**20)
@@ -225,11 +255,6 @@ def _note(into: dict[str, list[float]], together: Any, what: str, value: float, 
     number = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(number, dist.ReduceOp.SUM if sum_up else dist.ReduceOp.MAX, group=together)
     into.setdefault(what, []).append(float(number))
-
-
-def _drop(parameters: list[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.grad = None
 
 
 def _square(parameters: list[nn.Parameter]) -> float:
@@ -251,15 +276,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dim", type=int, default=None)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="steps that follow each other in one timing")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="steps that follow each other in one timing")
+    parser.add_argument("--trials", type=int, default=50, help='steps in which "auto" tries plans before it is timed')
     parser.add_argument("--ours", default=",".join(OURS))
     parser.add_argument("--torchs", default=",".join(TORCH))
     arguments = parser.parse_args()
     on_gpu = arguments.device == "cuda"
     case = Case(
         arguments.device, arguments.dim or (2048 if on_gpu else 256), 4 if on_gpu else 2, 512 if on_gpu else 64,
-        arguments.rounds, arguments.steps,
+        arguments.rounds, arguments.steps, arguments.trials,
     )  # fmt: skip
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
@@ -293,9 +319,17 @@ def print_table(rows: dict[str, dict[str, Any]], case: Case) -> None:
     for name, row in rows.items():
         cells = f"{row['ms']:.1f} | {row['peak_gib']:.2f} | {row['gathered_mib']:.1f} | {row['reduced_mib']:.1f}"
         print(f"| {name} | {cells} |")
-    best = {who: min((r["ms"] for n, r in rows.items() if n.startswith(who)), default=0.0) for who in ("torch", "ster")}
-    if all(best.values()):
-        print(f"\n**ours over torch's best: {best['torch'] / best['ster']:.2f}**")
+    best = {
+        who: min((r["ms"], n) for n, r in rows.items() if n.startswith(who))
+        for who in ("torch", "sternway")
+        if any(n.startswith(who) for n in rows)
+    }
+    if len(best) == 2:
+        (theirs, their_name), (ours, our_name) = best["torch"], best["sternway"]
+        print(f"\n**{our_name} over {their_name}: {theirs / ours:.2f} times as fast**")
+        auto = rows.get("sternway auto")
+        if auto is not None:
+            print(f"**sternway auto over {their_name}: {theirs / auto['ms']:.2f} times as fast**")
 
 
 if __name__ == "__main__":

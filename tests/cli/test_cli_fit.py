@@ -57,6 +57,39 @@ def test_a_function_that_reads_values_is_an_error(program: Path) -> None:
     assert "could not be called on tensors without memory; got RuntimeError: Tensor.item()" in text
 
 
+def mesh(target: str, text: str, *options: str) -> tuple[int, str]:
+    given = ["fit", target, "--microbatches", "4", "--schedule", "1f1b", "--mesh", text, *options]
+    result = CliRunner().invoke(app, given)
+    return result.exit_code, result.output
+
+
+def test_a_mesh_divides_parameters_and_gathers_them(program: Path) -> None:
+    found = {}
+    for text in ("pp=2", "dp=4,pp=2", "pp=2,dp_shard=4"):
+        code, output = mesh(f"{program}:build", text, "--json")
+        assert code == 0
+        found[text] = next(way for way in json.loads(output)["ways"] if not way["recompute"])["ranks"][0]
+    plain, copies, sharded = found.values()
+    assert plain == copies
+    parameters = 2 * 4 * (64 * 64 + 64)
+    assert (plain["parameters"], plain["optimizer"], plain["gathered"]) == (parameters, 2 * parameters, 0)
+    assert (sharded["parameters"], sharded["optimizer"]) == (parameters / 4, parameters / 2)
+    assert sharded["gathered"] == 2 * parameters, "whole, with gradients that are not reduced yet"
+
+
+def test_a_mesh_that_is_not_understood_is_misuse(program: Path) -> None:
+    for text, options, said in (
+        ("pp=2,tp=2", (), "got tp=2; a plain model does not say which weights"),
+        ("pp=2,pp=2", (), "--mesh must be sizes by dimension; got pp=2"),
+        ("pp", (), "--mesh must be sizes by dimension; got pp"),
+        ("dp_shard=2", (), "the ranks of the pipeline must be given; got none"),
+        ("pp=2", ("--ranks", "4"), "must be the same; got 4 and 2"),
+    ):
+        code, output = mesh(f"{program}:build", text, *options)
+        assert code == 2
+        assert said in " ".join(output.split()), output
+
+
 def test_an_option_that_makes_no_sense_is_misuse(program: Path) -> None:
     for option, value in (("--memory", "lots"), ("--optimizer", "adamax"), ("--schedule", "nope")):
         code, text = run(f"{program}:build", option, value)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from compare import assert_same_grads
 from nccl_cases import CLOSE, DIM, batch, blocks, said
+from searches import searches_at_once
 from small_gpus import on_small_gpus
 from sternway import saved, schedule
 from sternway.errors import PipelineError
@@ -149,9 +150,10 @@ def run_captured(rank: int, ranks: int) -> None:
             model, reference = (nn.Sequential(*blocks(2 * ranks)) for _ in range(2))
             torch.manual_seed(1)
             x, target = batch(4 * ranks)
-            pipe = Pipeline(
-                model, schedule=name, n_microbatches=2 * ranks, loss_fn=F.mse_loss, sample=x[:2], cuda_graphs=True
-            )
+            with searches_at_once():
+                pipe = Pipeline(
+                    model, schedule=name, n_microbatches=2 * ranks, loss_fn=F.mse_loss, sample=x[:2], cuda_graphs=True
+                )
             mine, theirs = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (pipe, reference))
             for number in range(4 if name != "auto" else 24):
                 pipe.step(x, target=target, record=number % 2 == 0)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Self
+
 import pytest
 import torch
 from models import LlamaBlock, gpt
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from gloo import on_ranks
-from sternway import pipeline
+from sternway import pipeline, schedule
 from sternway._torch.memory import OperationCounter
+from sternway._torch.sharded import local_part
 from sternway.demo import GPT
 from sternway.errors import PipelineError, ScheduleError
 from sternway.pipeline import Pipeline
 
 DIM = 32
-NAMES = ("1f1b", "zb-h2", "zb-v")
 
 
 def model() -> nn.Module:
@@ -29,10 +34,11 @@ def sample() -> Tensor:
 
 
 def hold_what_was_predicted(rank: int) -> None:
-    for name in NAMES:
-        x = sample()
-        found = pipeline.fit(model(), x, ranks=2, n_microbatches=6, schedule=name, loss_fn=F.mse_loss, target=x)
-        way = next(way for way in found.ways if not way.recompute)
+    x = sample()
+    found = pipeline.fit(model(), x, ranks=2, n_microbatches=6, loss_fn=F.mse_loss, target=x)
+    ways = {way.schedule.name: way for way in found.ways if not way.recompute}
+    assert set(ways) == set(schedule.names())
+    for name, way in ways.items():
         pipe = Pipeline(model(), schedule=name, n_microbatches=6, loss_fn=F.mse_loss)
         batch = torch.randn(24, 16, DIM)
         pipe.step(batch, target=batch, record=False)
@@ -49,6 +55,75 @@ def hold_what_was_predicted(rank: int) -> None:
 
 def test_two_processes_hold_what_was_predicted() -> None:
     on_ranks(2, hold_what_was_predicted)
+
+
+def hold_what_was_predicted_of_shards(rank: int) -> None:
+    mesh, x = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard")), sample()
+    batch = torch.randn(16, 16, DIM)
+
+    def shard(stage: nn.Module) -> None:
+        for block in stage.children():
+            fully_shard(block, mesh=mesh["dp_shard"])
+
+    for name, gathered, cuts in (("1f1b", None, ["4"]), ("zb-v", 1, ["2", "4", "6"])):
+        found = pipeline.fit(
+            model(), x, ranks=2, n_microbatches=4, schedule=name, loss_fn=F.mse_loss, target=x, shards=2,
+            gathered=gathered,
+        )  # fmt: skip
+        pipe = Pipeline(
+            model(), schedule=name, n_microbatches=4, loss_fn=F.mse_loss, mesh=mesh, sample=x, shard=shard, cuts=cuts,
+            gathered=gathered,
+        )  # fmt: skip
+        pipe.step(batch, target=batch, record=False)
+        with ResizeCounter() as counter:
+            pipe.step(batch, target=batch, record=False)
+            before = counter.peak = counter.now
+            pipe.step(batch, target=batch, record=False)
+        each = next(way for way in found.ways if not way.recompute).ranks[mesh.get_local_rank("pp")]
+        held = each.gathered + each.activations + each.working
+        assert counter.peak - before == pytest.approx(held, rel=0.03), (name, counter.peak - before, each)
+        assert each.parameters == sum(local_part(p).nbytes for p in pipe.parameters())
+        assert each.gathered > each.parameters
+        pipe.close()
+    _refuse_what_is_not_sharded(mesh, x, shard)
+
+
+def _refuse_what_is_not_sharded(mesh: DeviceMesh, x: Tensor, shard: Callable[[nn.Module], None]) -> None:
+    """``memory=`` counts shards: just enough for these is enough, but not if a stage stays whole."""
+    found = pipeline.fit(model(), x, ranks=2, n_microbatches=4, schedule="1f1b", loss_fn=F.mse_loss, target=x, shards=2)
+    peak = next(way.peak for way in found.ways if not way.recompute)
+    options: Any = {"schedule": "1f1b", "n_microbatches": 4, "loss_fn": F.mse_loss, "cuts": ["4"], "mesh": mesh}
+    options |= {"sample": x, "sample_target": x, "memory": peak}
+    Pipeline(model(), shard=shard, **options).close()
+    with pytest.raises(PipelineError, match="shard must shard all parameters of a stage, if memory= is to count them"):
+        Pipeline(model(), shard=lambda stage: None, **options)
+    options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    with pytest.raises(PipelineError, match='memory counts what shard= shards over a dimension "dp_shard"'):
+        Pipeline(model(), shard=shard, **options)
+
+
+class ResizeCounter(OperationCounter):
+    """Counts also what FSDP gathers into, whose memory it frees and takes again."""
+
+    def __enter__(self) -> Self:
+        self._patch = pytest.MonkeyPatch()
+        resize = torch.UntypedStorage.resize_
+
+        def counted(storage: torch.UntypedStorage, size: int) -> Any:
+            self.now += size - storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            return resize(storage, size)
+
+        self._patch.setattr(torch.UntypedStorage, "resize_", counted)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.undo()
+        super().__exit__(*error)
+
+
+def test_four_processes_hold_what_was_predicted_of_shards() -> None:
+    on_ranks(4, hold_what_was_predicted_of_shards)
 
 
 def test_kinds_of_memory_add_up() -> None:
@@ -108,6 +183,8 @@ def test_errors() -> None:
         pipeline.fit(model, sample(), ranks=2, n_microbatches=4, optimizer="adamax")
     with pytest.raises(PipelineError, match="memory must be a size; got 'lots'"):
         pipeline.fit(model, sample(), ranks=2, n_microbatches=4, memory="lots")
+    with pytest.raises(PipelineError, match="shards must be a number from 1 on; got int 0"):
+        pipeline.fit(model, sample(), ranks=2, n_microbatches=4, shards=0)
     with pytest.raises(ScheduleError, match="nope"):
         pipeline.fit(model, sample(), ranks=2, n_microbatches=4, schedule="nope")
     with pytest.raises(PipelineError, match="the sample must go through the model"):

@@ -15,7 +15,7 @@ from gloo import on_ranks
 from sternway import schedule
 from sternway.pipeline import Pipeline, WithSkips
 from sternway.pipeline.transport._messenger import Messenger
-from sternway.pipeline.transport._order import edge_of, edges_of, expected
+from sternway.pipeline.transport._order import answers, edge_of, edges_of, expected
 from sternway.pipeline.transport._payload import Payload, pack
 from sternway.pipeline.transport._routes import MessageKey, Routes
 
@@ -64,6 +64,20 @@ def messenger_of(plan: schedule.Schedule, routes: Routes, rank: int, carrier: Fa
 
 def all_keys(plan: schedule.Schedule, routes: Routes) -> list[MessageKey]:
     return [key for rank in plan.actions for step in rank for action in step.actions for key in routes.sent(action)]
+
+
+def test_what_arrives_says_which_messages_were_there() -> None:
+    """A gradient has no answer of its own: it is kept until something comes that was sent after it had arrived."""
+    plan = schedule.make("1f1b", ranks=2, microbatches=4)  # rank 0: F0 F1 B0 F2 B1 F3 B2 B3
+    routes = Routes(2, {})
+    heard = answers(plan, routes, True, rank=1)
+    assert {str(key.microbatch): [each.microbatch for each in keys] for key, keys in heard.items()} == {
+        "0": [], "1": [], "2": [0], "3": [1],
+    }  # fmt: skip
+    assert all(each.is_gradient for keys in heard.values() for each in keys)
+    assert all(keys == [key.back] for key, keys in answers(plan, routes, True, rank=0).items())
+    assert not any(answers(schedule.make("gpipe", ranks=2, microbatches=4), routes, True, rank=1).values())
+    assert not any(answers(plan, routes, False, rank=1).values()), "without a backward there is nothing to hear of"
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-v", "dualpipe-v"])

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from gloo import on_ranks
+from searches import at_once, searches_at_once
 from sternway import schedule
 from sternway.errors import PipelineError
 from sternway.pipeline import DistTransport, Pipeline, Profile, profile
@@ -20,10 +25,16 @@ from sternway.pipeline.build import _options
 from sternway.pipeline.build._partition import lay_out
 from sternway.pipeline.build._rehearse import Rehearsal
 from sternway.pipeline.forward._part import ModelPart
-from sternway.pipeline.step._tuner import Tuner
-from sternway.schedule import Costs, Schedule, Timeline
+from sternway.pipeline.step import _runner
+from sternway.pipeline.step._beside import beside
+from sternway.pipeline.step._tuner import Search, Tuner
+from sternway.schedule import Costs, Schedule, Timeline, candidates, measured_costs
 
 LIMIT = 8.0
+
+
+def tuner_of(plan: Schedule, costs: Costs = Costs(), limit: float = LIMIT) -> Tuner:  # noqa: B008 - frozen
+    return Tuner(plan, costs, limit, begin=at_once)
 
 
 def run(tuner: Tuner, truth: Costs, steps: int, slow: tuple[str, ...] = ()) -> list[Schedule]:
@@ -50,7 +61,7 @@ def four(name: str = "1f1b") -> Schedule:
 
 def test_the_costs_of_the_run_replace_those_of_the_plan() -> None:
     truth = Costs(F=(1.0, 2.0, 1.0, 1.0), I=(1.5,) * 4, W=(0.5,) * 4, comm=0.25, memory_after_I=0.9)
-    tuner = Tuner(four("zb-h1"), Costs(memory_after_I=0.9), LIMIT)
+    tuner = tuner_of(four("zb-h1"), Costs(memory_after_I=0.9))
     run(tuner, truth, 5)
     assert pytest.approx(truth.F) == tuner.costs.F
     assert pytest.approx(truth.W) == tuner.costs.W
@@ -59,7 +70,7 @@ def test_the_costs_of_the_run_replace_those_of_the_plan() -> None:
 
 def test_the_fastest_plan_is_kept_and_is_no_slower_than_any_named_one() -> None:
     truth = Costs(F=1.0, I=1.2, W=0.8, comm=0.2)
-    tuner = Tuner(four(), Costs(), LIMIT)
+    tuner = tuner_of(four())
     ran = run(tuner, truth, 90)
     assert len({plan.name for plan in ran}) > 2, "several plans were tried"
     assert ran[-1] == tuner.schedule
@@ -74,7 +85,7 @@ def test_the_fastest_plan_is_kept_and_is_no_slower_than_any_named_one() -> None:
 
 def test_what_is_slow_in_truth_is_not_kept_whatever_was_planned() -> None:
     truth = Costs(F=1.0, I=1.2, W=0.8, comm=0.2)
-    tuner = Tuner(four(), Costs(), LIMIT)
+    tuner = tuner_of(four())
     run(tuner, truth, 90, slow=("search",))
     tried = {plan.schedule.name: plan for plan in tuner.plans}
     assert tried["search"].measured > 2 * tried["search"].planned
@@ -84,41 +95,88 @@ def test_what_is_slow_in_truth_is_not_kept_whatever_was_planned() -> None:
 
 def test_once_stopped_it_keeps_the_best_plan_so_far() -> None:
     truth = Costs(F=1.0, I=1.2, W=0.8, comm=0.2)
-    tuner = Tuner(four(), Costs(), LIMIT)
+    tuner = tuner_of(four())
     run(tuner, truth, 9)
     tuner.stop()
     assert tuner.schedule == four(), "nothing was compared yet"
-    tuner = Tuner(four(), Costs(), LIMIT)
+    tuner = tuner_of(four())
     run(tuner, truth, 42)
     tuner.stop()
     assert [plan.schedule for plan in tuner.plans if plan.kept][-1] == tuner.schedule
 
 
 def test_no_plan_exceeds_the_limit() -> None:
-    tuner = Tuner(four(), Costs(), memory_limit=4.0)
+    tuner = tuner_of(four(), limit=4.0)
     ran = run(tuner, Costs(F=1.0, I=1.2, W=0.8), 90)
     assert max(plan.simulate().peak_memory for plan in ran) <= 4.0
 
 
+def slowed(stage: int, ranks: int, by: float = 1.3, comm: float = 0.0) -> Costs:
+    times = [by if index == stage else 1.0 for index in range(ranks)]
+    return Costs(F=times, I=times, W=times, comm=comm)
+
+
 def test_a_stage_that_becomes_slow_makes_a_new_plan_within_twenty_steps() -> None:
-    before = Costs(F=(1.0,) * 4, I=(1.0,) * 4, W=(1.0,) * 4)
-    after = Costs(F=(1.0, 1.0, 1.3, 1.0), I=(1.0, 1.0, 1.3, 1.0), W=(1.0, 1.0, 1.3, 1.0))
-    tuner = Tuner(four(), Costs(), LIMIT)
-    run(tuner, before, 90)
-    story = len(tuner.plans)
-    settled = tuner.schedule
-    ran = run(tuner, after, 20)
-    assert any(plan != settled for plan in ran)
-    run(tuner, after, 70)
-    assert len(tuner.plans) > story
-    best = schedule.search(after, ranks=4, microbatches=8, memory_limit=LIMIT).simulate(after).span
-    assert tuner.schedule.simulate(after).span <= 1.05 * best
+    before, after = slowed(1, 3, by=1.0, comm=0.3), slowed(1, 3, comm=0.3)
+    for more in range(8):  # wherever it was between two looks
+        tuner = tuner_of(schedule.make("1f1b", ranks=3, microbatches=4), limit=6.0)
+        run(tuner, before, 70 + more)
+        settled, story = tuner.schedule, len(tuner.plans)
+        costs = measured_costs([measured(settled, after)] * 3, tuner.costs)
+        fresh = candidates(settled, costs, memory_limit=6.0, count=1)[0]
+        assert fresh != settled
+        assert fresh in run(tuner, after, 20), "what a search for these costs finds"
+        run(tuner, after, 50)
+        assert "stage 1 takes 39.4% of the work, before 33.3%" in str(tuner.plans[story])
+        best = schedule.search(after, ranks=3, microbatches=4, memory_limit=6.0).simulate(after).period
+        assert tuner.schedule.simulate(after).period <= 1.05 * best
+        assert tuner.schedule.simulate(after).period < settled.simulate(after).period
+
+
+def test_what_no_other_plan_makes_faster_is_not_tried() -> None:
+    before, after = (Costs(F=(1.0, f), I=(1.0, f), W=(1.0, f)) for f in (1.0, 1.3))
+    tuner = tuner_of(schedule.make("1f1b", ranks=2, microbatches=4), limit=4.0)
+    run(tuner, before, 70)
+    settled, story = tuner.schedule, len(tuner.plans)
+    assert set(run(tuner, after, 40)) == {settled}
+    assert len(tuner.plans) == story
+    assert pytest.approx(after.F) == tuner.costs.F, "but it is known what stages cost now"
+
+
+def test_steps_go_on_until_the_searches_of_all_ranks_are_done() -> None:
+    slow: list[tuple[Search, Future[list[Schedule]]]] = []
+    others = False
+
+    def later(search: Search) -> Future[list[Schedule]]:
+        slow.append((search, Future()))
+        return slow[-1][1]
+
+    def everywhere(mine: bool) -> Callable[[], bool]:
+        return lambda: mine and others
+
+    tuner = Tuner(four(), Costs(), LIMIT, everywhere=everywhere, begin=later)
+    truth = Costs(F=1.0, I=1.2, W=0.8, comm=0.2)
+    assert set(run(tuner, truth, 40)) == {four()}, "its own is not done"
+    search, found = slow[0]
+    found.set_result(search())
+    assert set(run(tuner, truth, 40)) == {four()}, "those of others are not"
+    others = True
+    assert len(set(run(tuner, truth, 40))) > 2
+
+
+def test_a_call_beside_the_training_returns_or_raises_what_it_does_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert beside(functools.partial(int, "42")).result() == 42
+    assert beside(functools.partial(print, "what is printed there does no harm")).result() is None
+    with pytest.raises(ValueError, match="invalid literal"):
+        beside(functools.partial(int, "x")).result()
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    assert beside(functools.partial(int, "8")).result() == 8, "in a thread, if there is no process"
 
 
 def test_steps_that_become_slower_as_a_whole_change_nothing() -> None:
     costs = Costs(F=(1.0,) * 4, I=(1.0,) * 4, W=(1.0,) * 4)
     twice = Costs(F=(2.0,) * 4, I=(2.0,) * 4, W=(2.0,) * 4)
-    tuner = Tuner(four(), Costs(), LIMIT)
+    tuner = tuner_of(four())
     run(tuner, costs, 90)
     settled, story = tuner.schedule, len(tuner.plans)
     assert set(run(tuner, twice, 60)) == {settled}
@@ -126,7 +184,7 @@ def test_steps_that_become_slower_as_a_whole_change_nothing() -> None:
 
 
 def test_searches_for_nothing_become_rare() -> None:
-    tuner = Tuner(four(), Costs(), LIMIT)
+    tuner = tuner_of(four())
     noisy = [Costs(F=(1.0 + 0.5 * (i // 7 % 2), 1.0, 1.0, 1.0), I=(1.0,) * 4, W=(1.0,) * 4) for i in range(1400)]
     for truth in noisy:
         run(tuner, truth, 1)
@@ -143,14 +201,16 @@ def train(rank: int, sample: bool) -> None:
     model = nn.Sequential(*(block() for _ in range(6)))
     alone = copy.deepcopy(model).eval()
     x, target = torch.randn(16, 8), torch.randn(16, 8)
-    pipe = Pipeline(
-        model.eval(), schedule="auto", n_microbatches=4, loss_fn=F.mse_loss, sample=x[:4] if sample else None
-    )
+    with searches_at_once():
+        pipe = Pipeline(
+            model.eval(), schedule="auto", n_microbatches=4, loss_fn=F.mse_loss, sample=x[:4] if sample else None
+        )
     F.mse_loss(alone(x), target).backward()
     reference = dict(alone.named_parameters())
     ran = []
     for number in range(60):
         ran.append(pipe.schedule)
+        assert sample or number < 4 or pipe.costs != Costs(), "the first batch is the sample"
         result = pipe.step(x, target=target, record=number > 0)
         if number == 0:
             assert result.timeline is None, "it was not asked for"
@@ -179,11 +239,54 @@ def test_real_steps_have_the_gradients_of_one_process_in_every_order(sample: boo
     on_ranks(2, train, sample)
 
 
+def slow_down(rank: int) -> None:
+    """Real steps of which it is told how long they took: after 70 of them, the second rank becomes slower by 30%."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(block() for _ in range(6))).eval()
+    alone = copy.deepcopy(model)
+    x, target = torch.randn(8, 8), torch.randn(8, 8)
+    F.mse_loss(alone(x), target).backward()
+    reference = dict(alone.named_parameters())
+    ran: list[Schedule] = []
+    truth = slowed(1, 3, by=1.0, comm=0.3)
+
+    def told(plan: Schedule, *_: Any) -> Callable[[], Timeline]:
+        timeline = measured(plan, truth)
+        return lambda: timeline
+
+    with pytest.MonkeyPatch.context() as patch, searches_at_once():
+        patch.setattr(_runner, "gather_timeline", told)
+        pipe = Pipeline(model, schedule="auto", n_microbatches=4, loss_fn=F.mse_loss)
+        for number in range(110):
+            if number == 70:
+                settled, costs, story = pipe.schedule, pipe.costs, len(pipe.plans)
+                truth = slowed(1, 3, comm=0.3)
+            ran.append(pipe.schedule)
+            pipe.step(x, target=target)
+            for name, parameter in pipe.named_parameters():
+                torch.testing.assert_close(parameter.grad, reference[name].grad)
+                parameter.grad = None
+    costs = measured_costs([measured(settled, truth)] * 3, costs)
+    fresh = candidates(settled, costs, memory_limit=6.0, count=1)[0]
+    assert fresh != settled
+    assert fresh in ran[70:90]
+    assert "stage 1 takes" in pipe.plans[story].cause
+    orders = pipe.transport.crew().share([plan.actions for plan in ran])
+    assert all(order == orders[0] for order in orders), "all ranks changed before the same steps"
+    pipe.close()
+
+
+def test_a_rank_that_becomes_slow_makes_a_new_plan_on_all_ranks_at_once() -> None:
+    on_ranks(3, slow_down)
+
+
 def keep(rank: int) -> None:
     x = torch.randn(8, 8)
     options = {"n_microbatches": 4, "loss_fn": F.mse_loss}
+    with pytest.raises(PipelineError, match=r'"auto" must know what stages cost.*; got no sample=, and tune=False'):
+        Pipeline(nn.Sequential(block(), block()), schedule="auto", tune=False, **options)
     for pipe in (
-        Pipeline(nn.Sequential(block(), block()), schedule="auto", tune=False, **options),
+        Pipeline(nn.Sequential(block(), block()), schedule="auto", tune=False, sample=x[:2], **options),
         Pipeline(nn.Sequential(block(), block()), schedule="zb-h1", **options),
     ):
         first = pipe.schedule

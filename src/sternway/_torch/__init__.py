@@ -11,6 +11,7 @@ No other room touches a private name of torch; ``tests/test_seam.py`` holds that
     operands      node kinds that compute a weight's gradient, and what they save
     saved_hooks   the stack of saved-tensor hooks, checkpoints' frames
     compile       AOTAutograd, Inductor
+    async_tensors results of collectives under way, in compiled code
     tracing       Dynamo and functionalization, for what runs inside compiled code
     distributed   process groups, stores
     modes         function modes, tensors without memory

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,8 +40,8 @@ def whole_call(module: nn.Module) -> Callable[..., Any]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was compiled by ``module.compile()``, or made by ``torch.compile(module)``."""
-    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+    """Whether ``module.compile()`` was called: its forward and hooks are compiled as one."""
+    return module._compiled_call_impl is not None
 
 
 def is_innermost(mode: TorchFunctionMode) -> bool:
@@ -92,23 +90,10 @@ def _whole_calls() -> bool:
     inner = whole_call(module)
     vars(module)[WHOLE_CALL] = lambda x: 10 * inner(x)
     try:
-        return int(module(torch.ones(()))) == 20 and inner == module._call_impl
+        is_ten_times = int(module(torch.ones(()))) == 20 and inner == module._call_impl
+        return is_ten_times and is_compiled(module) and not is_compiled(nn.Identity())
     finally:
         del vars(module)[WHOLE_CALL]
-
-
-@probe(
-    "OptimizedModule._orig_mod, Module._compiled_call_impl",
-    expected="show that a module is compiled",
-    features=("pipeline",),
-)
-def _compiled_modules() -> bool:
-    plain, called = nn.Identity(), nn.Identity()
-    vars(called)[WHOLE_CALL] = called.forward  # as Module.compile does
-    # What torch.compile returns is looked at as code: to make one imports Dynamo.
-    source = (Path(torch.__file__).parent / "_dynamo" / "eval_frame.py").read_text()
-    by_name = "self._compiled_call_impl = torch.compile" in inspect.getsource(nn.Module.compile)
-    return not is_compiled(plain) and is_compiled(called) and by_name and "self._orig_mod = mod" in source
 
 
 @probe("torch.overrides._get_current_function_mode", expected="is the innermost mode", features=("pipeline",))

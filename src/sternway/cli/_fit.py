@@ -19,13 +19,16 @@ from sternway.errors import SternwayError
 if TYPE_CHECKING:
     from sternway.pipeline import Fit, Way
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "working", "total")
+KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "working", "total")
+_COPIES = ("dp", "dp_replicate")
 
 
 def fit(
     target: Annotated[str, typer.Argument(help="path/to/file.py:function, which returns a model and one microbatch.")],
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the pipeline.")],
     microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a step.")],
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the pipeline; or pp in --mesh.")] = None,
+    mesh: Annotated[str, typer.Option(help="Sizes by dimension, such as pp=8,dp_shard=2; dp for copies.")] = "",
+    gathered: Annotated[int | None, typer.Option(min=1, help="Sharded stages that a rank keeps gathered.")] = None,
     memory: Annotated[str, typer.Option(help="What each rank has, such as 80GB.")] = "",
     schedule: Annotated[str, typer.Option(help="A schedule by name; all are tried by default.")] = "",
     optimizer: Annotated[str, typer.Option(help="adamw, adam, momentum, sgd or none.")] = "adamw",
@@ -38,6 +41,7 @@ def fit(
     from sternway import pipeline
 
     function = function_of(target)
+    count, shards = _sizes(ranks, mesh)
 
     begun = False
 
@@ -55,11 +59,13 @@ def fit(
         with moving_bar(as_json, "running a step without memory"):
             found = pipeline.fit(
                 build,
-                ranks=ranks,
+                ranks=count,
                 n_microbatches=microbatches,
                 memory=memory or None,
                 schedule=schedule or None,
                 optimizer=optimizer,
+                shards=shards,
+                gathered=gathered,
             )
     except SternwayError as error:
         if begun:
@@ -73,15 +79,41 @@ def fit(
         raise typer.Exit(1)
 
 
+def _sizes(ranks: int | None, mesh: str) -> tuple[int, int]:
+    """The ranks of the pipeline, and the shards of each stage."""
+    dims: dict[str, int] = {}
+    for each in filter(None, mesh.split(",")):
+        name, _, size = each.partition("=")
+        if not size.isdecimal() or not int(size) or name in dims:
+            raise MisuseError("--mesh must be sizes by dimension", got=each, fix="pass --mesh pp=8,dp_shard=2")
+        dims[name] = int(size)
+    other = next((name for name in dims if name not in ("pp", "dp_shard", *_COPIES)), None)
+    if other is not None:
+        raise MisuseError(
+            "--mesh must have dimensions of which it is known what they divide: pp, dp_shard, dp and dp_replicate",
+            got=f"{other}={dims[other]}; a plain model does not say which weights and activations that divides",
+            fix=f"return one shard of the model along {other} (fewer heads, a narrower MLP), and leave {other} out",
+        )
+    if ranks is None and "pp" not in dims:
+        raise MisuseError("the ranks of the pipeline must be given", got="none", fix="pass --ranks 8, or --mesh pp=8")
+    count = ranks or dims["pp"]
+    if dims.get("pp", count) != count:
+        raise MisuseError(
+            "--ranks and pp in --mesh must be the same", got=f"{ranks} and {dims['pp']}", fix="pass one of them"
+        )
+    return count, dims.get("dp_shard", 1)
+
+
 def _show(found: Fit) -> None:
     console = Console()
     shown = found.best or min(found.ways, key=lambda way: way.peak)
     console.print(f"{found.parameters:,} parameters, by {shown}:", highlight=False)
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
-    for name in ("rank", "stages", *KINDS):
+    kinds = [kind for kind in KINDS if kind != "gathered" or any(each.gathered for each in shown.ranks)]
+    for name in ("rank", "stages", *kinds):
         table.add_column(name, justify="right")
     for rank, each in enumerate(shown.ranks):
-        sizes = (show_bytes(getattr(each, kind)) for kind in KINDS)
+        sizes = (show_bytes(getattr(each, kind)) for kind in kinds)
         table.add_row(str(rank), ", ".join(map(str, each.stages)), *sizes)
     console.print(table)
     console.print("\nTime of a step, over that of the same work without idle time:")

@@ -25,7 +25,8 @@ from sternway.pipeline.build._checks import (
     checked_skips,
 )
 from sternway.pipeline.build._request import BuildRequest
-from sternway.pipeline.build._sharding import ShardFn, shard_stages, whole_state, with_upkeep
+from sternway.pipeline.build._shard_stage import ShardFn
+from sternway.pipeline.build._sharding import counted_shards, shard_stages, whole_state, with_upkeep
 from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest, with_prefixes
 from sternway.pipeline.checkpoint._saving import Resumed, Saving
@@ -66,8 +67,9 @@ class Pipeline:
     Args:
         stages: this rank's stages as ``{index: module}``, or a whole model, of which each rank keeps its part; what
             other ranks keep is moved to the meta device. See ``docs/models.md``.
-        schedule: a ``Schedule``, the name of one, or "auto": search for the best one, given the costs of ``sample``;
-            then try the best ones in the first steps, keep the fastest, and search again when costs change.
+        schedule: a ``Schedule``, the name of one, or "auto": search for the best one, given the costs of ``sample``,
+            or without one those of the first steps; try the best ones in the next steps, keep the fastest, and search
+            again when costs change.
         loss_fn: ``loss_fn(output, target)`` returns the mean over the rows, or a sum and the count to divide it by;
             used on the rank of the last stage. For a whole model by default its own loss, ``output.loss``.
         n_microbatches: into how many microbatches a batch is cut; a ``Schedule`` knows its own number.
@@ -78,8 +80,9 @@ class Pipeline:
         memory_limit: how many microbatches' activations a rank may keep, as F leaves them; for "auto", twice the ranks
             by default, of what I leaves if that is more.
         memory: what each rank has: bytes, or text such as "20GB". What a plan holds is counted as by ``fit``, AdamW's
-            state included; "auto" takes the fastest plan within it, and computes blocks again if it must. If none fits,
-            or the named schedule does not, that is an error. Needs ``sample``.
+            state included, and what ``shard`` shards as shards over "dp_shard". "auto" takes the fastest plan within
+            it, and computes blocks again if it must. If none fits, or the named schedule does not, that is an error.
+            Needs ``sample``.
         ranks: the number of ranks; the transport's by default.
         transport: ``DistTransport()`` over all processes by default.
         tied: groups of names of parameters that are one parameter: gradients are summed, values kept equal.
@@ -105,7 +108,7 @@ class Pipeline:
         cuda_graphs: run the stages as CUDA graphs, so that a GPU does not wait for Python; see ``docs/captured.md``. A
             stage that cannot be captured runs as it is, with a warning that says why.
         tune: whether "auto" may change its schedule between steps. The order of sums, and so the last bits of
-            gradients, change with it. Copies of a pipeline (``mesh``) keep the first one.
+            gradients, change with it. Copies of a pipeline (``mesh``) change it together.
 
     Attributes:
         profile: what was measured of ``sample``, one entry for each stage; None if nothing was.
@@ -168,7 +171,8 @@ class Pipeline:
         self._everyone = None if grid is None else grid.everyone
         request = BuildRequest(
             stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place,
-            self._everyone, None if memory is None else parse_bytes(memory, "memory", PipelineError),
+            self._everyone, None if memory is None else parse_bytes(memory, "memory", PipelineError), shard,
+            counted_shards(shard, grid, gathered, memory), tune,
         )  # fmt: skip
         self._plan = agreed_plan(request, self.transport)
         own_ties = [] if self._plan.cut is None else self._plan.cut.ties()
@@ -191,7 +195,7 @@ class Pipeline:
         if scaler is not None:
             scaler.connect(self._gradients.add_up, self.transport.device)
         self._guard = Guard(self.transport, ranks_here[0], Path(reports or default_folder()))
-        self._tuner = make_tuner(self._plan, request, self.transport) if tune and mesh is None else None
+        self._tuner = make_tuner(self._plan, request, self.transport, first, gathered) if tune else None
         self._runner = StepRunner(
             self.stages, first, routes, self.transport, ranks_here, self._gradients, self._guard,
             chunk, clock_offsets(self.transport, ranks), self._plan.costs.memory_after_I, self._tuner,

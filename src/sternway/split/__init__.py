@@ -16,6 +16,7 @@ from sternway.split._pending import Pending
 from sternway.split._preview import DeferredNode, Preview, preview
 from sternway.split._rules import rule
 from sternway.split._stage import stage_backward, stage_backward_input, stage_backward_weight
+from sternway.split._unseen import forward_begins
 from sternway.split.captured._capture import Captured, capture
 from sternway.split.captured._step import CapturedStep, capture_step
 from sternway.split.compiled._inspect import inspect
@@ -42,6 +43,7 @@ __all__ = [
     "backward_input",
     "capture",
     "capture_step",
+    "forward_begins",
     "inspect",
     "install",
     "kinds",

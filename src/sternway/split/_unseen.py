@@ -72,3 +72,16 @@ class UnseenHooks(threading.local):
 
 
 UNSEEN = UnseenHooks()
+
+
+def forward_begins() -> None:
+    """Say that a forward begins: hooks that exist by now are on nothing that it will make.
+
+    To call it is optional. Without it the first backward after hooks were registered, anywhere, adds gradients to
+    ``.grad`` through the autograd engine. With it, as all others do: one operation less, and the same bits.
+
+    Example:
+        >>> from sternway import split
+        >>> split.forward_begins()
+    """
+    UNSEEN.look()

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sternway._storage import dense_parts
-from sternway._torch import parallel
+from sternway._torch import async_tensors, parallel
+from sternway._torch.compile import COMPILED_NODE
 from sternway.errors import SplitError
 
 
@@ -33,6 +34,11 @@ def _static_ddp(node: Any) -> None:
             got="DistributedDataParallel(..., static_graph=True)",
             fix="leave static_graph out",
         )
+
+
+def _dropped_gradient(node: Any) -> None:
+    if async_tensors.drops_gradient(node):
+        raise SplitError(**async_tensors.DROPPED)
 
 
 def refuse_resharded(deferred: Iterable[Tensor]) -> None:
@@ -60,6 +66,7 @@ UNSUPPORTED: dict[str, Callable[[Any], None]] = {
     parallel.REENTRANT_CHECKPOINT: _reentrant_checkpoint,
     parallel.FSDP_NODE: _fsdp,
     parallel.DDP_NODE: _static_ddp,
+    COMPILED_NODE: _dropped_gradient,
 }
 """By the node's type name, a check that raises SplitError."""
 

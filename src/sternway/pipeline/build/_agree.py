@@ -6,18 +6,20 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from sternway import schedule as schedules
 from sternway._bytes import show_bytes
 from sternway.errors import PipelineError
 from sternway.pipeline.build._checks import check_placement
 from sternway.pipeline.build._options import Draft, choose, draft_plans
 from sternway.pipeline.build._plan import BuildPlan, make_plan
 from sternway.pipeline.build._request import BuildRequest
+from sternway.pipeline.step._result import first_timeline
 from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.step._stage import LossFn, Stage
 from sternway.pipeline.step._tuner import Tuner
 from sternway.pipeline.transport._facts import checksum
 from sternway.pipeline.transport._transport import Transport
-from sternway.schedule import Costs
+from sternway.schedule import Costs, Schedule, Upkeep
 
 
 def agreed_plan(request: BuildRequest, transport: Transport) -> BuildPlan:
@@ -68,14 +70,38 @@ def make_stages(
     }
 
 
-def make_tuner(plan: BuildPlan, request: BuildRequest, transport: Transport) -> Tuner | None:
+def make_tuner(
+    plan: BuildPlan, request: BuildRequest, transport: Transport, first: Schedule, gathered: int | None
+) -> Tuner | None:
     """What changes the plan of "auto" between steps; None if there is nothing to change, or no time to measure.
 
     In one process ranks run in turn: there the order makes no difference.
+
+    Args:
+        plan: the plan, without the upkeep of sharded stages.
+        request: the arguments of the pipeline.
+        transport: its transport.
+        first: the plan's schedule, with upkeep.
+        gathered: how many sharded stages a rank keeps gathered.
     """
     if request.schedule != "auto" or not transport.mine or request.ranks == 1:
         return None
-    return Tuner(plan.schedule, plan.costs, plan.limit, None if plan.room is None else plan.room.fits)
+    held = {step.stage for steps in first.actions for step in steps if isinstance(step, Upkeep)}
+    everyone, memory_after_i = request.everyone, plan.costs.memory_after_I
+
+    def everywhere(mine: bool) -> Callable[[], bool]:
+        rows = transport.gather_later(lambda: [[float(mine)]], everyone)
+        return lambda: all(row[0] for row in rows())
+
+    return Tuner(
+        first,
+        plan.costs,
+        plan.limit,
+        None if plan.room is None else plan.room.fits,
+        everywhere,
+        sharded=(lambda schedule: schedules.sharded(schedule, stages=held, gathered=gathered)) if held else None,
+        agree=None if everyone is None else lambda own: first_timeline(own, transport, everyone, memory_after_i),
+    )
 
 
 def describe(plan: BuildPlan, transport: Transport, nbytes: int) -> str:

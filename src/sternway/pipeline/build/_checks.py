@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from sternway._torch.modes import is_compiled
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan
 from sternway.pipeline.build._request import BuildRequest
@@ -21,7 +20,7 @@ from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._routes import MAIN
 from sternway.pipeline.transport._transport import Transport
-from sternway.schedule import Schedule
+from sternway.schedule import Costs, Schedule
 
 EPSILON = 1e-9  # rounding
 
@@ -122,16 +121,9 @@ def check_plain(stages: Any, mesh: PipelineMesh | None) -> None:
                 fix="pass the model as it is, and shard=, which is called on each stage",
             )
         by_fsdp = {id(parameter) for name in units for parameter in named[name].parameters()}
-        compiled = {id(p) for each in module.modules() if is_compiled(each) for p in each.parameters()}
         for name, parameter in module.named_parameters():
             if isinstance(parameter, DTensor):
                 _check_mesh_of(name, parameter, mesh, id(parameter) in by_fsdp)
-                if id(parameter) in compiled and mesh is not None and mesh.spanned(parameter).difference(mesh.data):
-                    raise PipelineError(
-                        "a stage cannot compile a module with DTensor parameters: their gradients are not right yet",
-                        got=f"{name} in a compiled module",
-                        fix="compile a module without such parameters, or none",
-                    )
 
 
 def _check_mesh_of(name: str, parameter: DTensor, mesh: PipelineMesh | None, by_fsdp: bool) -> None:
@@ -182,6 +174,12 @@ def check_placement(plan: BuildPlan, request: BuildRequest, transport: Transport
                 got=f"no stage {missing[0]}, but {sorted(plan.modules)}",
                 fix="pass {index: module} for each of them",
             )
+    if request.schedule == "auto" and not request.tune and plan.costs == Costs() and transport.mine and ranks > 1:
+        raise PipelineError(
+            '"auto" must know what stages cost: from a sample, or from its first steps',
+            got="no sample=, and tune=False",
+            fix="pass sample=, one microbatch of a whole model, leave tune=False out, or name a schedule",
+        )
     mine = {stage for rank in transport.mine or range(ranks) for stage in schedule.placement[rank]}
     extra = sorted(plan.modules.keys() - mine)
     if extra:

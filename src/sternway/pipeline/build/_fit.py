@@ -21,7 +21,7 @@ from sternway._torch.memory import without_memory
 from sternway._tree import replace_leaves
 from sternway.errors import PipelineError, ScheduleError, SternwayError
 from sternway.pipeline.build._partition import Layout, arguments_of, lay_out
-from sternway.pipeline.build._rank_bytes import OPTIMIZERS, RankBytes, rank_bytes
+from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, RankBytes, Shards, rank_bytes
 from sternway.pipeline.build._shadow import blank, own_or_total, recompute_blocks, shadow
 from sternway.pipeline.build._weigh import StageWeight, weigh
 from sternway.pipeline.forward._record import sample_runs
@@ -87,14 +87,12 @@ class Fit:
             return f"It fits: {best} needs {show_bytes(best.peak)}{of} on the fullest rank."
         smallest = min(self.ways, key=lambda way: way.peak)
         rank = max(smallest.ranks, key=lambda rank: rank.total)
-        kinds = {
-            name: getattr(rank, name) for name in ("parameters", "gradients", "optimizer", "activations", "working")
-        }
+        kinds = {name: getattr(rank, name) for name in KINDS}
         largest = max(kinds, key=lambda name: kinds[name])
         return (
             f"It does not fit: the smallest way, {smallest}, needs {show_bytes(smallest.peak)} of "
             f"{show_bytes(self.limit or 0)}, most of it for {largest} ({show_bytes(kinds[largest])}). "
-            + ("Use smaller microbatches." if largest in ("activations", "working") else "Use more ranks.")
+            + ("Use smaller microbatches." if largest in ("activations", "working") else "Use more ranks or shards.")
         )
 
     def __repr__(self) -> str:
@@ -119,6 +117,8 @@ def fit(
     loss_fn: LossFn | None = None,
     target: Any = None,
     optimizer: str = "adamw",
+    shards: int = 1,
+    gathered: int | None = None,
 ) -> Fit:
     """Say how much memory each rank of a pipeline will need, without any of it.
 
@@ -137,6 +137,9 @@ def fit(
         loss_fn: the loss at the end; by default the model's own, or the sum of its output.
         target: the target of the loss.
         optimizer: "adamw", "adam", "momentum", "sgd" or "none": how much it keeps for each parameter.
+        shards: over how many processes ``fully_shard`` shards the modules of each stage, all of them. They are counted
+            as gathered and reduced in the dtype of the parameters.
+        gathered: how many stages a rank keeps gathered at once, as for ``Pipeline``.
 
     Raises:
         PipelineError: if the sample does not go through the model, or the model cannot be cut into so many stages.
@@ -146,6 +149,10 @@ def fit(
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         raise PipelineError(
             "optimizer must be one that is known", got=repr(optimizer), fix=f"pass one of {[*OPTIMIZERS]}"
+        )
+    for name, count in (("shards", shards), ("gathered", 1 if gathered is None else gathered)):
+        PipelineError.unless(
+            type(count) is int and count >= 1, f"{name} must be a number from 1 on", count, "pass 1 or more"
         )
     names = schedules.names() if schedule is None else (schedule,)
     plans = list(_plans(names, ranks, n_microbatches))
@@ -162,7 +169,7 @@ def fit(
         arguments, keywords = arguments_of(replace_leaves(blank, sample))
         microbatch = Microbatch(arguments, keywords, target=0 if target is None else replace_leaves(blank, target))
         with sample_runs():
-            problem = _Problem(made, microbatch, loss_fn, OPTIMIZERS[optimizer])
+            problem = _Problem(made, microbatch, loss_fn, OPTIMIZERS[optimizer], Shards(shards, gathered))
             ways = [way for recompute in (False, True) for way in problem.ways(plans, recompute)]
         numbers = sum(parameter.numel() for parameter in made.parameters())
     if not ways:
@@ -212,8 +219,11 @@ def _called(build: Callable[[], Any], sample: Any) -> tuple[nn.Module, Any]:
 class _Problem:
     """A model without memory, and one microbatch."""
 
-    def __init__(self, model: nn.Module, microbatch: Microbatch, loss_fn: LossFn | None, kept: float) -> None:
-        self._model, self._microbatch, self._loss_fn, self._kept = model, microbatch, loss_fn, kept
+    def __init__(
+        self, model: nn.Module, microbatch: Microbatch, loss_fn: LossFn | None, kept: float, shards: Shards
+    ) -> None:
+        self._model, self._microbatch, self._loss_fn = model, microbatch, loss_fn
+        self._kept, self._shards = kept, shards
         sample = microbatch.keywords or microbatch.arguments
         self.layout: Layout = lay_out(model, sample, wanted=2)
         self._costs = [
@@ -241,5 +251,5 @@ class _Problem:
     def _way(self, plan: Schedule, weights: list[StageWeight], recompute: bool) -> Way:
         costs = Costs(**{op: [float(each.actions[op].flops) for each in weights] for op in "FIWB"})  # type: ignore[index,arg-type]
         ideal = self._ideal * plan.n_microbatches / plan.ranks
-        ranks = rank_bytes(plan, weights, self._kept)
+        ranks = rank_bytes(plan, weights, self._kept, self._shards)
         return Way(plan, recompute, ranks, plan.simulate(costs).period / ideal)

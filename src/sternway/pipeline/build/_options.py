@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sternway import schedule as schedules
 from sternway.errors import PipelineError
@@ -16,6 +19,7 @@ from sternway.pipeline.build._rehearse import Rehearsal
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._room import Room, no_room, rooms
 from sternway.pipeline.build._shadow import recomputing
+from sternway.pipeline.build._shard_stage import shard_stage
 from sternway.pipeline.build._weights import on_zeros
 from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.transport._crew import Outcome
@@ -85,23 +89,41 @@ def draft_plans(request: BuildRequest, transport: Transport) -> Draft | None:
 def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOption:
     """The best way to cut the model: by simulation, or in steps with the sample if there are processes to run them.
 
-    Copies of a pipeline take what the first one finds. If a step fails, the transport is closed on all ranks.
+    Copies of a pipeline take what the first one finds. If a step fails, the transport is closed on all ranks. Stages
+    that will be sharded are sharded in these steps, too, if there is room for a copy of the model: in FSDP's dtype
+    they may take a fraction of the time, and messages do not.
     """
     if draft.measured is None or not transport.mine or len(draft.options) == 1:
         return min(draft.options, key=lambda option: option.cost())
     assert isinstance(request.stages, nn.Module)
     rehearsal = Rehearsal(transport, request.sample, request.sample_target, request.loss_fn, request.everyone)
-    spans = []
+    spans, shard = [], request.shard if _can_copy(request, transport) else None
     options = sorted(draft.options, key=lambda option: option.cost())[:_REHEARSED]
     for option in options:
         again = option.room is not None and option.room.recompute
-        with recomputing(request.stages, draft.layout) if again else nullcontext():
-            cut = draft.layout.cut(request.stages, option.starts)
+        model = request.stages if shard is None else copy.deepcopy(request.stages)
+        with recomputing(model, draft.layout) if again else nullcontext():
+            cut = draft.layout.cut(model, option.starts)
             parts = {index: ModelPart(cut, index) for index in stages_here(request, transport, option.schedule)}
+            if shard is not None:
+                cut.release(set(parts))
+                for part in parts.values():
+                    shard_stage(part, model, shard)
             spans.append(rehearsal.span(parts, option.schedule, option.costs, option.limit, option.room))
     if request.everyone is not None:
         spans = transport.crew_apart(request.everyone).share(spans)[0]
     return options[spans.index(min(spans))]
+
+
+def _can_copy(request: BuildRequest, transport: Transport) -> bool:
+    """Whether all processes have room for a copy of the model. One with DTensors is not copied."""
+    assert isinstance(request.stages, nn.Module)
+    parameters = list(request.stages.parameters())
+    plain = not any(isinstance(parameter, DTensor) for parameter in parameters)
+    size, device = sum(parameter.nbytes for parameter in parameters), transport.device
+    room = device.type != "cuda" or torch.cuda.mem_get_info(device)[0] > 2 * size
+    crew = transport.crew() if request.everyone is None else transport.crew_apart(request.everyone)
+    return all(crew.share(plain and room))
 
 
 def _named_cuts(request: BuildRequest) -> Sequence[str] | None:
@@ -187,7 +209,8 @@ def _agreed_rooms(
     def count() -> list[list[Room]]:
         if request.sample is None:
             raise PipelineError("memory needs a sample, on the first rank", got="none", fix="pass sample=")
-        return rooms(model, layout, ways, limit, request.sample, request.sample_target, request.loss_fn)
+        sample, target, loss_fn, shards = request.sample, request.sample_target, request.loss_fn, request.shards
+        return rooms(model, layout, ways, limit, sample, target, loss_fn, shards)
 
     if not transport.mine:
         return count()

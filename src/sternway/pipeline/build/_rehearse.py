@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from sternway import schedule as schedules
 from sternway._tree import replace_leaves
 from sternway.pipeline.build._partition import arguments_of
 from sternway.pipeline.build._profile import own_gradients, total_loss
@@ -79,14 +81,16 @@ class Rehearsal:
             room: its bytes, if they are limited.
         """
         self._count += 1
+        here = [index for index, part in parts.items() if any(isinstance(each, FSDPModule) for each in part.modules())]
+        held = {index for row in self._transport.crew().share(here) for index in row}
         with self._unchanged(parts):
-            first = self._run(parts, schedule)
+            first = self._run(parts, schedules.sharded(schedule, stages=held))
             measured = measured_costs(first, costs)
             fits = None if room is None else room.fits
             better = candidates(schedule, measured, memory_limit=memory_limit, count=1, fits=fits)[0]
             if self._everyone is not None:
                 better = self._everyone.share(better)[0]
-            return min(first.span, self._run(parts, better).span)
+            return min(first.span, self._run(parts, schedules.sharded(better, stages=held)).span)
 
     def _run(self, parts: Mapping[int, nn.Module], schedule: Schedule) -> Timeline:
         last = schedule.num_stages - 1
@@ -123,6 +127,8 @@ class Rehearsal:
         with own_random_numbers(device):
             self._transport.drive({rank: program}, facts)
         for stage in stages.values():
+            if stage.shards is not None:
+                stage.shards.finish()
             stage.clear()
         read = gather_timeline(
             schedule, self._transport, lambda: {rank: times if on_gpu is None else on_gpu.read()}, self._offsets, 1.0

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sternway.pipeline.build._rank_bytes import Shards
+from sternway.pipeline.build._shard_stage import ShardFn
 from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.step._stage import LossFn
 from sternway.schedule import Schedule
@@ -31,3 +33,6 @@ class BuildRequest:
     device: torch.device | None = None
     everyone: Sequence[int] | None = None  # the processes of all copies of the pipeline, if there are copies
     memory: int | None = None  # bytes of a rank
+    shard: ShardFn | None = None
+    shards: Shards | None = None  # what that makes of the parameters of stages
+    tune: bool = True  # whether "auto" may change its plan later

@@ -17,7 +17,7 @@ from sternway._torch.memory import without_memory
 from sternway._tree import replace_leaves
 from sternway.errors import PipelineError, ScheduleError
 from sternway.pipeline.build._partition import Layout, arguments_of
-from sternway.pipeline.build._rank_bytes import OPTIMIZERS, RankBytes, rank_bytes
+from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, RankBytes, Shards, rank_bytes
 from sternway.pipeline.build._shadow import blank, own_or_total, recompute_blocks, shadow
 from sternway.pipeline.build._weigh import StageWeight, weigh
 from sternway.pipeline.step._microbatch import Microbatch
@@ -37,15 +37,17 @@ class Room:
         limit: the bytes of a rank.
         weights: what each stage takes.
         recompute: whether repeated blocks run under activation checkpointing.
+        shards: how parameters are sharded; None if they are not.
     """
 
     limit: int
     weights: list[StageWeight]
     recompute: bool
+    shards: Shards | None = None
 
     def ranks(self, plan: Schedule) -> tuple[RankBytes, ...]:
         """What each rank holds under a plan when it holds most."""
-        return rank_bytes(plan, self.weights, _OPTIMIZER)
+        return rank_bytes(plan, self.weights, _OPTIMIZER, self.shards)
 
     def peak(self, plan: Schedule) -> int:
         """The most bytes on any rank."""
@@ -115,6 +117,7 @@ def rooms(
     sample: Any,
     target: Any,
     loss_fn: LossFn | None,
+    shards: Shards | None = None,
 ) -> list[list[Room]]:
     """For each way to cut the model: the room of its stages as they are, and, if blocks repeat, with recomputation."""
     with without_memory():
@@ -124,7 +127,8 @@ def rooms(
         loss = loss_fn if loss_fn is not None and target is not None else own_or_total
 
         def weighed(recompute: bool) -> list[Room]:
-            return [Room(limit, weigh(layout.cut(made, way).parts(), microbatch, loss), recompute) for way in ways]
+            parts = (layout.cut(made, way).parts() for way in ways)
+            return [Room(limit, weigh(each, microbatch, loss), recompute, shards) for each in parts]
 
         found = [weighed(False)]
         if recompute_blocks(made, layout, randomly=False):
@@ -136,9 +140,8 @@ def no_room(limit: int, smallest: tuple[RankBytes, ...], name: str) -> PipelineE
     """The error if nothing fits: what the smallest plan needs, and of what."""
     rank = max(range(len(smallest)), key=lambda index: smallest[index].total)
     fullest = smallest[rank]
-    kinds = ("parameters", "gradients", "optimizer", "activations", "working")
-    parts = ", ".join(f"{kind} {show_bytes(getattr(fullest, kind))}" for kind in kinds)
-    most = max(kinds, key=lambda kind: int(getattr(fullest, kind)))
+    parts = ", ".join(f"{kind} {show_bytes(getattr(fullest, kind))}" for kind in KINDS if getattr(fullest, kind))
+    most = max(KINDS, key=lambda kind: int(getattr(fullest, kind)))
     fix = "use smaller microbatches" if most in ("activations", "working") else "use more ranks"
     return PipelineError(
         f"the pipeline must fit into memory={show_bytes(limit)} on every rank",

@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sternway import schedule as schedules
+from sternway._bytes import show_bytes
+from sternway._storage import storage_bytes
+from sternway._torch.sharded import local_part
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan
+from sternway.pipeline.build._rank_bytes import Shards
+from sternway.pipeline.build._shard_stage import ShardFn, shard_stage
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Schedule, Upkeep
 
-ShardFn = Callable[[nn.Module], Any]
-"""Calls ``fully_shard`` on a stage, or on modules of it."""
+_UNEVEN = 0.05  # by which a shard may be larger than the others
+
+
+def counted_shards(
+    shard: ShardFn | None, mesh: PipelineMesh | None, gathered: int | None, memory: Any
+) -> Shards | None:
+    """How ``memory=`` counts what ``shard`` will shard; None if there is nothing to count, or nothing sharded."""
+    if shard is None or mesh is None or memory is None:
+        return None
+    if "dp_shard" not in mesh.names:
+        raise PipelineError(
+            'memory counts what shard= shards over a dimension "dp_shard" of the mesh',
+            got=f"the dimensions {mesh.names}",
+            fix="name the dimension so, or leave memory= out",
+        )
+    return Shards(len(mesh.along(["dp_shard"])), gathered)
 
 
 def shard_stages(plan: BuildPlan, shard: ShardFn | None, mesh: PipelineMesh | None, transport: Transport) -> None:
@@ -38,45 +56,25 @@ def shard_stages(plan: BuildPlan, shard: ShardFn | None, mesh: PipelineMesh | No
                 "shard needs to know what the stages use", got="no sample=", fix="pass sample=, one microbatch"
             )
         for module in plan.modules.values():
-            outside = _take_out(module, plan.cut.model)
-            try:
-                shard(module)
-            finally:
-                _put_back(module, plan.cut.model, outside)
+            shard_stage(module, plan.cut.model, shard)
+        _check_counted(plan, transport)
 
     transport.crew().agree(apply)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outside:
-    """A parameter that a stage holds, but no module that it calls: it is used as it is, or is another's second name."""
-
-    name: str
-    parameter: nn.Parameter
-    inside: str | None  # the name of the same parameter in a module that the stage calls
-
-
-def _take_out(stage: nn.Module, model: nn.Module) -> list[_Outside]:
-    """Take those parameters out of a stage: sharded, they would be others than those that the model's forward uses."""
-    held = dict(stage.named_parameters(remove_duplicate=False))
-    own = {name: stage.get_submodule(name.rpartition(".")[0]) for name in held}
-    called = {name for name in held if own[name] is model.get_submodule(name.rpartition(".")[0])}
-    inside = {id(held[name]): name for name in called}
-    found = [_Outside(name, held[name], inside.get(id(held[name]))) for name in held if name not in called]
-    for each in found:
-        delattr(own[each.name], each.name.rpartition(".")[2])
-    return found
-
-
-def _put_back(stage: nn.Module, model: nn.Module, outside: list[_Outside]) -> None:
-    """Put them back; those that have a sharded twin now as that twin, and the whole one is freed."""
-    for each in outside:
-        path, _, short = each.name.rpartition(".")
-        now = each.parameter if each.inside is None else stage.get_parameter(each.inside)
-        stage.get_submodule(path).register_parameter(short, now)
-        if now is not each.parameter:
-            empty = nn.Parameter(each.parameter.detach().to("meta"), each.parameter.requires_grad)
-            setattr(model.get_submodule(path), short, empty)
+def _check_counted(plan: BuildPlan, transport: Transport) -> None:
+    """Raise if stages hold more than was counted under ``memory=``: not all of them is sharded."""
+    if plan.room is None or plan.room.shards is None or not transport.mine:
+        return
+    counted = plan.room.ranks(plan.schedule)[transport.mine[0]].parameters
+    tensors = (t for module in plan.modules.values() for t in (*module.parameters(), *module.buffers()))
+    held = storage_bytes(local_part(tensor) for tensor in tensors)
+    if held > (1 + _UNEVEN) * counted:
+        raise PipelineError(
+            "shard must shard all parameters of a stage, if memory= is to count them",
+            got=f"{show_bytes(held)} of parameters here, where {show_bytes(counted)} were counted",
+            fix="shard every module of the stage, or leave memory= out",
+        )
 
 
 def whole_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

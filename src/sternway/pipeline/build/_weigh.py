@@ -6,7 +6,7 @@ same parameters' shapes and the same messages, are counted once: of a model of e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,12 +47,16 @@ class StageWeight:
         gradients: those of the gradients of its parameters.
         message: the bytes of what it receives in F.
         actions: what F, I, W and B take.
+        buffers: of the bytes of ``parameters``, those of buffers, which are never sharded.
+        largest: the bytes of the parameters of its largest module.
     """
 
     parameters: int
     gradients: int
     message: int
     actions: dict[Op, ActionWeight]
+    buffers: int = 0
+    largest: int = 0
 
 
 def weigh(parts: Sequence[nn.Module], microbatch: Microbatch, loss_fn: LossFn | None) -> list[StageWeight]:
@@ -111,7 +115,9 @@ class _Scale:
         self._stage.clear()
         message = sum(each.nbytes for spec in self._received.values() for each in _empty(spec))
         kept = storage_bytes([*parameters, *module.buffers()])
-        return StageWeight(kept, gradients, message, actions)
+        buffers = kept - storage_bytes(parameters)
+        largest = max((storage_bytes(each.parameters()) for each in _called(module)), default=0)
+        return StageWeight(kept, gradients, message, actions, buffers, largest)
 
     def _action(self, run: Callable[[], None]) -> ActionWeight:
         counter = self._counter
@@ -136,6 +142,15 @@ class _Scale:
 
     def _gradients(self) -> dict[str, list[Tensor]]:
         return {name: _empty(spec.gradients()) for name, spec in self._sent.items()}
+
+
+def _called(part: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a stage that the model's forward calls; others merely hold some of them."""
+    for child in part.children():
+        if type(child) is nn.Module:
+            yield from _called(child)
+        else:
+            yield child
 
 
 def _empty(spec: Spec) -> list[Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sternway._torch.modes import is_compiled
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._follow import intercepted
 from sternway.pipeline.forward._record import untouched
@@ -71,7 +72,8 @@ class Outline:
     def _inside(self, name: str, named: Sequence[str] = ()) -> list[str]:
         """The pieces inside a module."""
         module = self._modules[name]
-        if isinstance(module, torch.jit.ScriptModule) or "_orig_mod" in dict(module.named_children()):
+        wrapped = "_orig_mod" in dict(module.named_children())  # by torch.compile
+        if isinstance(module, torch.jit.ScriptModule) or wrapped or is_compiled(module):
             return []  # what runs inside is not Python
         found = []
         for child, inner in module.named_children():
@@ -119,6 +121,8 @@ def called_modules(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return forward(*args, **kwargs)
 
     modules = {name: m for name, m in model.named_modules() if name and not isinstance(m, torch.jit.ScriptModule)}
+    for name in [name for name, module in modules.items() if is_compiled(module)]:  # nobody sees what it calls
+        modules = {each: module for each, module in modules.items() if not each.startswith(f"{name}.")}
     with untouched(model), torch.no_grad(), intercepted(modules, call):
         model(*args, **kwargs)
     return list(called)

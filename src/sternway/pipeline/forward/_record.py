@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ def _record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, 
     tensors = [twice[id(tensor)] for tensor in tensors]
     args, kwargs = unpack(spec, tensors)
     recorder = Recorder(model, pieces, tensors)
-    with untouched(model), _as_if_training(model), intercepted(pieces, recorder.call), recorder:
+    with untouched(model), _as_if_training(model), _uncompiled(), intercepted(pieces, recorder.call), recorder:
         result = model(*args, **kwargs)
     recorder.finish(tensors_in(result))
     return recorder.flow
@@ -69,6 +70,14 @@ def _record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, 
 
 def _drop(_: Any) -> Any:
     return None
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """A block in which compiled code runs as it was written: to trace it under the recorder's mode fails, or is wrong.
+
+    If Dynamo is not imported, nothing is compiled.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

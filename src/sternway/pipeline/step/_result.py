@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,5 +103,24 @@ def gather_timeline(
             used = len(schedule.actions[rank])
             everyone.append([(row[2 * i] - offsets[rank], row[2 * i + 1] - offsets[rank]) for i in range(used)])
         return Timeline.measured(schedule, everyone, memory_after_i)
+
+    return timeline
+
+
+def first_timeline(
+    own: Callable[[], Timeline], transport: Transport, everyone: Sequence[int], memory_after_i: float
+) -> Callable[[], Timeline]:
+    """A function that waits for the timeline of the first of several copies of a pipeline, given that of this one.
+
+    Copies decide by it what to run next: what is sharded over them must compute in one order.
+    """
+    rows = transport.gather_later(
+        lambda: [[number for rank in own().events for event in rank for number in (event.start, event.end)]], everyone
+    )
+
+    def timeline() -> Timeline:
+        numbers, schedule = iter(rows()[0]), own().schedule
+        spans = [[(next(numbers), next(numbers)) for _ in steps] for steps in schedule.actions]
+        return Timeline.measured(schedule, spans, memory_after_i)
 
     return timeline

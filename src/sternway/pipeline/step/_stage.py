@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sternway import split
+from sternway._torch.async_tensors import DROPPED, any_drops_gradient
 from sternway._torch.failures import failure_of
 from sternway._tree import leaves
 from sternway.errors import PipelineError
@@ -73,6 +75,11 @@ class Stage:
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
         self._saved = saved or nullcontext()
         self.shards = StageShards.of(module, is_first=index == 0, is_last=is_last)
+        by_fsdp = frozenset() if self.shards is None else self.shards.names
+        self._has_collectives = any(
+            isinstance(p, DTensor) and (name not in by_fsdp or p.device_mesh.ndim > 1)
+            for name, p in module.named_parameters()
+        )
         if isinstance(module, ModelPart):
             module.uses_own_loss = is_last and loss_fn is None
         self.captured = CapturedStage(index, module) if cuda_graphs else None
@@ -97,6 +104,8 @@ class Stage:
         if self.shards is not None:
             self.shards.wait(all_units=False)
         training = torch.is_grad_enabled()
+        if training:
+            split.forward_begins()
         inputs = {name: as_inputs(*payload) if training else payload[1] for name, payload in received.items()}
         trees = {name: unpack(spec, inputs[name], self.module.parameters) for name, (spec, _) in received.items()}
         keywords = dict(microbatch.stage_kwargs or {})
@@ -193,6 +202,8 @@ class Stage:
         graph = self._graphs.pop(number)
         outputs, output_grads = self._roots(graph, grads)
         if outputs:
+            if self._has_collectives:
+                _check_compiled(outputs)
             with torch.autocast(outputs[0].device.type, enabled=False):
                 torch.autograd.backward(outputs, output_grads)
         self._keep_grads()
@@ -239,6 +250,12 @@ def _changed_in_place(stage: int) -> PipelineError:
         got="an in-place operation on an input, such as x += 1 or nn.ReLU(inplace=True)",
         fix="change a copy: x = x.clone(); or pass the whole model, of which the stages copy what they change",
     )
+
+
+def _check_compiled(outputs: list[Tensor]) -> None:
+    """Raise if a gradient would be lost; where the backward is split, the split looks for that itself."""
+    if any_drops_gradient(outputs):
+        raise PipelineError(**DROPPED)
 
 
 def _check_rows(output: Any, microbatch: Microbatch) -> None:

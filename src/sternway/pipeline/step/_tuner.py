@@ -1,15 +1,16 @@
 """Which schedule to run next, for "auto": try the best plans in real steps, keep the fastest, and look for drift.
 
     measure   two steps as planned; what the second one shows becomes the costs
-    search    for these costs, in a thread, while steps go on
+    search    for these costs, in a process of its own, while steps go on
     try       the few best plans and the one that runs, each in two rounds of three steps
     again     search and try once more, with what these steps have shown
-    keep      the fastest, as measured; then look now and then whether stages still cost what they did. If not: search
+    keep      the fastest, as measured; then look now and then whether stages still cost what they did. If not: search,
+              and try if a better plan is found
 
 Every step trains. The gradients are the same whatever the order.
 
-Ranks do not ask each other what to do. What decides is measured times alone, which all ranks get alike, and get at the
-same step: some steps after they were taken, so that nobody waits for them.
+Ranks do not ask each other what to do. What decides is measured times, and whether the searches of all ranks are done.
+All ranks get these alike, and get them at the same step: some steps later, so that nobody waits for them.
 """
 
 from __future__ import annotations
@@ -19,18 +20,27 @@ import statistics
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from threading import Thread
 
+from sternway import schedule as schedules
+from sternway.pipeline.step._beside import beside
 from sternway.schedule import Costs, Schedule, Timeline, candidates, measured_costs
 
 Measured = Callable[[], Timeline]
 """Waits for the times of all ranks in a step."""
 
+Search = Callable[[], list[Schedule]]
+Everywhere = Callable[[bool], Callable[[], bool]]
+"""Takes what is true on this rank; the function that it returns waits for all ranks, and says whether it is on all."""
+
 _PLANS = 3, 2  # that are tried at a time, at first and again
+_MORE = 2  # of sharded stages: a simulation knows little of gathering and reducing
 _ROUNDS = 2
+_MANY = 100  # plans: all of them
 _LATER = 2  # steps after which the times of a step are looked at
 _CALM, _CALMEST = 3, 96  # steps between two looks for drift, at first and at most
+_LOOKS = 3  # steps in a row that must show a drift
 _DRIFT = 0.1  # a stage's share of the work may change by this part of it
+_GAIN = 0.01  # by which a plan must be better, as planned, to be tried after a drift
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,7 @@ class TriedPlan:
         planned: seconds of a step among others, by simulation with the costs that it was chosen for.
         measured: the same, as measured: the median.
         kept: whether it was the fastest of those that were tried with it.
+        cause: why plans were tried: the first steps, or a stage that takes more or less of the work than before.
     """
 
     step: int
@@ -50,10 +61,11 @@ class TriedPlan:
     planned: float
     measured: float
     kept: bool
+    cause: str
 
     def __str__(self) -> str:
         times = f"planned {1e3 * self.planned:.2f} ms, measured {1e3 * self.measured:.2f} ms"
-        return f"step {self.step}: {self.schedule.name}, {times}{', kept' if self.kept else ''}"
+        return f"step {self.step}: {self.schedule.name}, {times}{', kept' if self.kept else ''} ({self.cause})"
 
 
 class Tuner:
@@ -64,6 +76,10 @@ class Tuner:
         costs: those that it was planned for.
         memory_limit: of every plan, in forwards of one microbatch through one rank's share.
         fits: whether a plan is allowed; all within the limit are by default.
+        everywhere: whether something is true on all ranks, to be asked some steps later.
+        begin: begins a search.
+        sharded: puts the upkeep of sharded stages into a plan; None if none is sharded.
+        agree: makes the times of this pipeline those that all its copies decide by; None if there are no copies.
 
     Attributes:
         schedule: the plan of the next step.
@@ -78,9 +94,15 @@ class Tuner:
         costs: Costs,
         memory_limit: float,
         fits: Callable[[Schedule], bool] | None = None,
+        everywhere: Everywhere = lambda mine: lambda: mine,
+        begin: Callable[[Search], Future[list[Schedule]]] = beside,
+        sharded: Callable[[Schedule], Schedule] | None = None,
+        agree: Callable[[Measured], Measured] | None = None,
     ) -> None:
+        self._sharded, self._agree = sharded, agree
         self.schedule, self.costs, self.plans = schedule, costs, list[TriedPlan]()
-        self.stopped, self._kept = False, schedule
+        self.stopped, self._kept, self._cause = False, schedule, "the first steps"
+        self._everywhere, self._begin = everywhere, begin
         self._limit, self._fits, self._step = memory_limit, fits, 0
         self._story = self._tell()
         next(self._story)
@@ -88,31 +110,44 @@ class Tuner:
     def note(self, measured: Measured) -> None:
         """A step has run; these are its times. Afterwards ``schedule`` is the next step's."""
         self._step += 1
-        self.schedule = self._story.send(measured)
+        self.schedule = self._story.send(measured if self._agree is None else self._agree(measured))
 
     def stop(self) -> None:
         """Keep the best plan so far from now on."""
         self.stopped, self.schedule = True, self._kept
 
     def _tell(self) -> Generator[Schedule, Measured, None]:
-        calm, before = _CALM, None
+        calm, more = _CALM, 0 if self._sharded is None else _MORE
         yield self.schedule  # the first step of all loads kernels and allocates memory
+        measured = yield self.schedule
+        yield from self._wait()
+        self.costs = measured_costs(measured(), self.costs)
+        for count in _PLANS:
+            yield from self._try((yield from self._search())[: count + more])
         while True:
-            measured = yield self.schedule
-            yield from self._wait()
-            self.costs = measured_costs(measured(), self.costs)
-            for count in _PLANS:
-                found = _in_thread(functools.partial(self._candidates, count))
-                yield from self._wait()
-                yield from self._try(found.result())
-            calm = (
-                min(2 * calm, _CALMEST) if self.schedule == before else _CALM
-            )  # a search for nothing: look less often
-            before = self.schedule
             yield from self._until_drift(calm)
+            before = self.schedule
+            for count in _PLANS:
+                plans = yield from self._search()
+                if not self._gains(plans[0]):
+                    break
+                yield from self._try(plans[: count + more])
+            calm = min(2 * calm, _CALMEST) if self.schedule == before else _CALM  # for nothing: look less often
 
-    def _candidates(self, count: int) -> list[Schedule]:
-        return candidates(self.schedule, self.costs, memory_limit=self._limit, count=count, fits=self._fits)
+    def _search(self) -> Generator[Schedule, Measured, list[Schedule]]:
+        """Run on until the searches of all ranks are done; they find the same. The best plan is the first."""
+        plan = self.schedule if self._sharded is None else schedules.sharded(self.schedule, stages=())
+        found = self._begin(functools.partial(candidates, plan, self.costs, memory_limit=self._limit, count=_MANY))
+        done = False
+        while not done:
+            all_done = self._everywhere(found.done())
+            yield from self._wait()
+            done = all_done()
+        plans = [each for each in found.result() if self._fits is None or each == plan or self._fits(each)]
+        return plans if self._sharded is None else [self._sharded(each) for each in plans]
+
+    def _gains(self, plan: Schedule) -> bool:
+        return plan.simulate(self.costs).period < (1 - _GAIN) * self.schedule.simulate(self.costs).period
 
     def _wait(self) -> Generator[Schedule, Measured, None]:
         for _ in range(_LATER):
@@ -136,25 +171,31 @@ class Tuner:
         spans = [statistics.median(run.span for which, run in runs if which == index) for index in range(len(plans))]
         best = spans.index(min(spans))
         self.plans += [
-            TriedPlan(step, plan, plan.simulate(self.costs).period, span, kept=index == best)
+            TriedPlan(step, plan, plan.simulate(self.costs).period, span, index == best, self._cause)
             for index, (step, plan, span) in enumerate(zip(first, plans, spans, strict=True))
         ]
         self.schedule = self._kept = plans[best]
         self.costs = measured_costs([run for _, run in runs], self.costs)
 
     def _until_drift(self, calm: int) -> Generator[Schedule, Measured, None]:
-        """Run the same plan until two steps in a row show other costs than the first of them."""
-        usual = None
+        """Run the same plan until some steps in a row show other costs than those that it was chosen for."""
+        usual = _shares(self.costs, self.schedule)
         while True:
             for _ in range(calm):
                 yield self.schedule
-            looks = [(yield self.schedule), (yield self.schedule)]
+            looks = []
+            for _ in range(_LOOKS):
+                looks.append((yield self.schedule))
             yield from self._wait()
-            shares = [_shares(measured_costs(measured(), self.costs), self.schedule) for measured in looks]
-            if usual is None:
-                usual = [sum(pair) / 2 for pair in zip(*shares, strict=True)]
-            elif all(_differ(usual, now) for now in shares):
-                return
+            runs = [measured() for measured in looks]
+            shares = [_shares(measured_costs(run, self.costs), self.schedule) for run in runs]
+            changed = [stage for stage, old in enumerate(usual) if all(_differ(old, now[stage]) for now in shares)]
+            if changed:
+                break
+        self.costs = measured_costs(runs, self.costs)
+        now = _shares(self.costs, self.schedule)
+        most = max(changed, key=lambda stage: abs(now[stage] - usual[stage]) / max(now[stage], usual[stage]))
+        self._cause = f"stage {most} takes {now[most]:.1%} of the work, before {usual[most]:.1%}"
 
 
 def _shares(costs: Costs, schedule: Schedule) -> list[float]:
@@ -165,18 +206,5 @@ def _shares(costs: Costs, schedule: Schedule) -> list[float]:
     return [each / total for each in work]
 
 
-def _differ(usual: list[float], now: list[float]) -> bool:
-    return any(abs(new - old) > _DRIFT * max(old, new) for old, new in zip(usual, now, strict=True))
-
-
-def _in_thread(call: Callable[[], list[Schedule]]) -> Future[list[Schedule]]:
-    found: Future[list[Schedule]] = Future()
-
-    def run() -> None:
-        try:
-            found.set_result(call())
-        except Exception as error:
-            found.set_exception(error)
-
-    Thread(target=run, name="sternway-search", daemon=True).start()
-    return found
+def _differ(old: float, new: float) -> bool:
+    return abs(new - old) > _DRIFT * max(old, new)

@@ -54,7 +54,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def answered(self, key: MessageKey) -> None:
-        """A message that was sent has arrived, because the answer to it has."""
+        """A message that was sent has arrived, because one that was sent after that has come."""
 
     @abstractmethod
     def end_step(self) -> None:

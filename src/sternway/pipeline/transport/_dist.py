@@ -68,7 +68,7 @@ class DistTransport(Transport):
         self._messenger: Messenger | None = None  # until it is known where the stages are
         self._dynamic, self._timeout = dynamic, timeout
         self._herald: Herald | None = None  # until there is a schedule
-        self._late_gathers: LateGathers | None = None  # until something is gathered later
+        self._late_gathers: dict[tuple[int, ...], LateGathers] = {}  # by their members
         self._copies = Sends(self._groups)
         self.ranks, self.rank = len(members), self._groups.rank
         self.mine = (self.rank,)
@@ -134,10 +134,11 @@ class DistTransport(Transport):
         self._groups.attempt(dist.all_gather, rows, mine, group=self._groups.control)
         return [row.tolist() for row in rows]
 
-    def gather_later(self, numbers: Callable[[], Rows]) -> Callable[[], Rows]:
-        if self._late_gathers is None:
-            self._late_gathers = LateGathers(self._groups.new(self._groups.members), self.ranks, self.explain)
-        return self._late_gathers.submit(lambda: numbers()[0])
+    def gather_later(self, numbers: Callable[[], Rows], members: Sequence[int] | None = None) -> Callable[[], Rows]:
+        among = tuple(members or self._groups.members)
+        if among not in self._late_gathers:
+            self._late_gathers[among] = LateGathers(self._groups.new(among), len(among), self.explain)
+        return self._late_gathers[among].submit(lambda: numbers()[0])
 
     def add(self, tensors: list[Tensor], ranks: Sequence[int]) -> None:
         group = self._groups.of_ranks(ranks, self.device)
@@ -189,10 +190,10 @@ class DistTransport(Transport):
         self._copies.drop()
         if self._messenger is not None:
             self._messenger.close(0.0)
-        if self._late_gathers is not None or self.device.type == "cuda":
+        if self._late_gathers or self.device.type == "cuda":
             self._groups.wake()  # threads that wait for other ranks
-        if self._late_gathers is not None:
-            self._late_gathers.stop()
+        for each in self._late_gathers.values():
+            each.stop()
         self._groups.close(failed=True)
 
     def close(self) -> None:
@@ -205,8 +206,8 @@ class DistTransport(Transport):
             except LostRankError as error:
                 self.fail(error)
                 raise
-        if self._late_gathers is not None:
-            self._late_gathers.stop(self._timeout)
+        for each in self._late_gathers.values():
+            each.stop(self._timeout)
         self._copies.finish()
         self._groups.close()
 

@@ -69,7 +69,7 @@ class LocalTransport(Transport):
     def gather(self, numbers: Sequence[Sequence[float]]) -> list[list[float]]:
         return [list(row) for row in numbers]
 
-    def gather_later(self, numbers: Callable[[], Rows]) -> Callable[[], Rows]:
+    def gather_later(self, numbers: Callable[[], Rows], members: Sequence[int] | None = None) -> Callable[[], Rows]:
         return functools.cache(numbers)
 
     def add(self, tensors: list[Tensor], ranks: Sequence[int]) -> None:

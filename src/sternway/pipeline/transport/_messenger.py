@@ -26,7 +26,7 @@ from torch import Tensor
 from sternway.errors import PipelineError
 from sternway.pipeline.transport._carrier import Arriving, Carrier
 from sternway.pipeline.transport._groups import ProcessGroups
-from sternway.pipeline.transport._order import RankEdge, edge_of, expected
+from sternway.pipeline.transport._order import RankEdge, answers, edge_of, expected
 from sternway.pipeline.transport._payload import Payload, Spec
 from sternway.pipeline.transport._routes import MessageKey, Routes
 from sternway.pipeline.transport._sends import Sends
@@ -52,6 +52,7 @@ class Messenger:
         self._steady, self._host = carrier, host  # which of the two carries this step's tensors
         self._seen: list[tuple[int, bool]] = []  # what was told about batches, once a step has run with them
         self._told: tuple[int, bool] | None = None  # what was told about the batch of the step before
+        self._training = False
         self._keep_specs = False  # whether this step's activations come without descriptions
         self._specs: dict[MessageKey, Spec] = {}
         self._local: dict[MessageKey, Payload] = {}  # from a stage of this rank to another one of this rank
@@ -60,6 +61,7 @@ class Messenger:
         self._rank_of: tuple[int, ...] = ()
         self._tag: Callable[[MessageKey], int] = lambda key: 0
         self._expected: dict[bool, dict[RankEdge, list[MessageKey]]] = {}  # in training, and in evaluation
+        self._answers: dict[bool, dict[MessageKey, list[MessageKey]]] = {}  # likewise
         self._ops: set[str] = set()  # the kinds of actions of the schedules so far
 
     def connect(self, schedule: Schedule, routes: Routes) -> None:
@@ -73,9 +75,9 @@ class Messenger:
             self._ops |= ops
         self._rank_of = schedule.stage_ranks()
         self._tag = routes.tag
-        self._expected = {
-            training: expected(schedule, routes, training, self._groups.rank) for training in (False, True)
-        }
+        rank, both = self._groups.rank, (False, True)
+        self._expected = {training: expected(schedule, routes, training, rank) for training in both}
+        self._answers = {training: answers(schedule, routes, training, rank) for training in both}
         for carrier in {id(each): each for each in (self._host, self._steady)}.values():
             carrier.connect(schedule, routes)
 
@@ -86,7 +88,7 @@ class Messenger:
             batch: what all ranks were told about the batch's shapes. Descriptions are kept while it stays the same.
             training: whether there will be gradients.
         """
-        told = batch, training
+        told, self._training = (batch, training), training
         self._carrier = self._steady if told in self._seen else self._host
         self._keep_specs = told == self._told and not self._dynamic
         # What is described again in this step is not known before it arrives.
@@ -124,7 +126,8 @@ class Messenger:
         spec, arriving = incoming.posted.pop(key)
         arriving.wait()
         self.awaited = None
-        self._carrier.answered(key.back)
+        for sent in self._answers[self._training].get(key, ()):
+            self._carrier.answered(sent)
         self._post()
         return spec, [each.in_order(tensor) for each, tensor in zip(spec.tensors, arriving.tensors, strict=True)]
 

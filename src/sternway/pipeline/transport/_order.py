@@ -1,4 +1,5 @@
-"""Which edges between ranks does a schedule use, and in which order do the messages of a step arrive on each?
+"""Which edges between ranks does a schedule use, in which order do the messages of a step arrive on each, and what does
+a message that arrives say about those that were sent?
 
 The messages from one rank to another on one channel are received in the order in which they are sent: NCCL knows no
 other.
@@ -37,7 +38,7 @@ def edges_of(schedule: Schedule, routes: Routes) -> list[RankEdge]:
     next. Edges of ranks 0 and 1, 2 and 3 and so on come first, so that they are opened at the same time.
     """
     rank_of = schedule.stage_ranks()
-    sent = (key for keys in _sent(schedule, routes, True) for step in keys for key in step)
+    sent = (key for rank in range(schedule.ranks) for step in _sent(schedule, rank, routes, True) for key in step)
     found = {edge_of(key, rank_of) for key in sent if rank_of[key.source] != rank_of[key.target]}
     channels = [MAIN, *sorted(routes.skips)]
 
@@ -52,19 +53,43 @@ def expected(schedule: Schedule, routes: Routes, training: bool, rank: int) -> d
     """What arrives at a rank in a step, on each edge in the order in which it is sent."""
     rank_of = schedule.stage_ranks()
     found: dict[RankEdge, list[MessageKey]] = {}
-    for source, steps in enumerate(_sent(schedule, routes, training)):
-        for key in (key for step in steps for key in step):
-            if rank_of[key.target] == rank != source:
+    for source in _neighbours(schedule, routes, rank):
+        for key in (key for step in _sent(schedule, source, routes, training) for key in step):
+            if rank_of[key.target] == rank:
                 found.setdefault(edge_of(key, rank_of), []).append(key)
     return found
 
 
-def _sent(schedule: Schedule, routes: Routes, training: bool) -> list[list[list[MessageKey]]]:
-    """The messages that each step of each rank sends, in order."""
+def answers(schedule: Schedule, routes: Routes, training: bool, rank: int) -> dict[MessageKey, list[MessageKey]]:
+    """What a message that arrives at a rank tells it: which of its own messages were there before that was sent."""
+    rank_of = schedule.stage_ranks()
+    found: dict[MessageKey, list[MessageKey]] = {}
+    for other in _neighbours(schedule, routes, rank):
+        heard: list[MessageKey] = []
+        for step, sent in zip(schedule.actions[other], _sent(schedule, other, routes, training), strict=True):
+            actions = [action for action in step.actions if training or action.op == "F"]
+            heard += [key for action in actions for key in routes.received(action) if rank_of[key.source] == rank]
+            first = next((key for key in sent if rank_of[key.target] == rank), None)
+            if first is not None:
+                found[first], heard = heard, []
+    return found
+
+
+def _neighbours(schedule: Schedule, routes: Routes, rank: int) -> list[int]:
+    """The other ranks that a rank has messages from, or sends some to."""
+    rank_of = schedule.stage_ranks()
+    stages = {
+        other
+        for stage in schedule.placement[rank]
+        for way in (routes.into, routes.out_of)
+        for other in way(stage).values()
+    }
+    return sorted({rank_of[stage] for stage in stages} - {rank})
+
+
+def _sent(schedule: Schedule, rank: int, routes: Routes, training: bool) -> list[list[MessageKey]]:
+    """The messages that each step of a rank sends, in order."""
     return [
-        [
-            [key for action in step.actions if training or action.op == "F" for key in routes.sent(action)]
-            for step in steps
-        ]
-        for steps in schedule.actions
+        [key for action in step.actions if training or action.op == "F" for key in routes.sent(action)]
+        for step in schedule.actions[rank]
     ]

@@ -66,11 +66,11 @@ class Transport(ABC):
         """Every rank's row of numbers, given the rows of this process's ranks; all rows have one length."""
 
     @abstractmethod
-    def gather_later(self, numbers: Callable[[], Rows]) -> Callable[[], Rows]:
+    def gather_later(self, numbers: Callable[[], Rows], members: Sequence[int] | None = None) -> Callable[[], Rows]:
         """The same without a wait: a function that waits for every rank's row.
 
         ``numbers`` returns the rows of this process's ranks; it may be called later, in another thread, to wait for a
-        GPU.
+        GPU. With ``members``, global ranks of which some are in other pipelines, the rows are theirs.
         """
 
     @abstractmethod

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from sternway._torch import compile as seam
 from sternway._torch import require
+from sternway._torch.async_tensors import with_arrived
 from sternway._torch.tracing import static_inputs
 from sternway.errors import SplitError
 from sternway.split.compiled._build import Half, Region, Strides, build
@@ -57,15 +58,19 @@ def sternway(
         settings = {**seam.inductor_options(mode), **settings}
         graphs = settings.pop("triton.cudagraphs", False) and _on_gpu(inputs)
         fixed = sorted({*parameters, *static_inputs(module)})
-        compiled = _with_inductor(module, inputs, parameters, settings)
-        return replayed(compiled, fixed, len(inputs)) if graphs else compiled
+
+        def compiled(given: Sequence[Any]) -> Callable[..., Any]:
+            made = _with_inductor(module, given, parameters, settings)
+            return replayed(made, fixed, len(given)) if graphs else made
+
+        return with_arrived(compiled, module, inputs)
     if mode not in (None, "default") or settings:
         raise SplitError(
             'inner="eager" cannot take a mode or other options, which are for Inductor',
             got=f"mode={mode!r}, options={settings!r}",
             fix='leave them out, or pass options={"inner": "inductor"}',
         )
-    return _with_none(module, inputs, parameters)
+    return with_arrived(lambda given: _with_none(module, given, parameters), module, inputs)
 
 
 def _on_gpu(inputs: Sequence[Any]) -> bool:

@@ -1,0 +1,107 @@
+"""Is the plan the run? Planned and measured steps, predicted and measured memory, and "auto" beside all schedules.
+
+    python benchmarks/plan/main.py [--ranks 2,4,8] [--device cuda] [--rounds N] [--steps N] [--bytes] [--json]
+
+GPT blocks, two for each rank, and twice as many microbatches as ranks. On CPUs: microbatches of 2 × 64 tokens, gloo
+ranks with one thread each. On a GPU, which the ranks share as small GPUs (``tests/small_gpus.py``): bfloat16,
+microbatches of 4 × 512 tokens, NCCL.
+
+Each round times each schedule in turn, by a pipeline that is built for that and closed afterwards. A time is that of a
+step among steps that follow each other. Figures are medians of the rounds' own ratios.
+
+    planned / measured   the time of a step: simulated with the costs that every second step has shown, over measured
+    predicted / measured bytes that a rank holds in a step beyond parameters and gradients: what ``fit`` says, over what
+                         is counted (storages on a CPU, ``max_memory_allocated`` on a GPU)
+    auto / named         the time of a step: of "auto" by the plan that it has kept after 100 steps, and of these steps
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from measure import Case, measure
+
+from gloo import PRELOADED, join_group, on_ranks
+from small_gpus import become_small_gpu, mps
+
+
+def run(case: Case, limit: float) -> dict[str, Any]:
+    """What was found with so many ranks."""
+    join = join_group
+    if case.device == "cuda":
+        join = functools.partial(become_small_gpu, init="both", shared=mps(), timeout=limit)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        on_ranks(case.ranks, measure, case, str(path), timeout=limit, join=join)
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--ranks", default="2")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20, help="steps in one timing of a named schedule")
+    parser.add_argument("--all-steps", type=int, default=100, help="steps of auto, its tries included")
+    parser.add_argument("--dim", type=int, default=None)
+    parser.add_argument("--bytes", action="store_true", help="memory alone, which does not depend on the load")
+    parser.add_argument("--schedules", default="", help="of the named ones, these alone")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for one number of ranks")
+    arguments = parser.parse_args()
+    PRELOADED.append("models")
+    dim = arguments.dim or (2048 if arguments.device == "cuda" else 96)
+    only = tuple(name for name in arguments.schedules.split(",") if name)
+    cases = [
+        Case(
+            int(ranks),
+            arguments.device,
+            dim,
+            arguments.rounds,
+            arguments.steps,
+            arguments.all_steps,
+            only,
+            times=not arguments.bytes,
+        )
+        for ranks in arguments.ranks.split(",")
+    ]
+    found = [run(case, arguments.limit) for case in cases]
+    if arguments.json:
+        print(json.dumps({"torch": torch.__version__, "rounds": arguments.rounds, "cases": found}))
+    else:
+        for each in found:
+            print_table(each)
+
+
+def print_table(found: dict[str, Any]) -> None:
+    print(f"\n{found['ranks']} ranks on {found['device']}, d={found['dim']}, torch {torch.__version__}\n")
+    spreads = {name: f"{min(each):.3f} to {max(each):.3f}" for name, each in found["predicted_over_measured"].items()}
+    if "step_ms" not in found:
+        print("| | predicted / measured bytes, of ranks |")
+        print("| --- | --- |")
+        for name, spread in spreads.items():
+            print(f"| {name} | {spread} |")
+        return
+    print("| | step, ms | action, ms | planned / measured | bytes, of ranks | auto / it | with tries |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, step in found["step_ms"].items():
+        auto = found["auto_over"].get(name)
+        both = f"{auto:.2f} | {found['auto_with_tries_over'][name]:.2f}" if auto is not None else "|"
+        planned, spread = found["planned_over_measured"][name], spreads.get(name, "")
+        print(f"| {name} | {step:.1f} | {found['action_ms'][name]:.2f} | {planned:.2f} | {spread} | {both} |")
+    print("\n" + "\n".join(found["story"]))
+
+
+if __name__ == "__main__":
+    main()
