@@ -81,8 +81,8 @@ def _parallel(mesh: DeviceMesh) -> nn.Module:
 
 
 def _experts(mesh: DeviceMesh) -> nn.Module:
-    with torch.device(mesh.device_type):
-        return MixedModel(mesh["ep"], grouped=mesh.device_type == "cpu")  # GPUs have it for bfloat16 alone
+    on_cpu = mesh.device_type == "cpu"  # GPUs have grouped products of bfloat16 alone
+    return MixedModel(mesh["ep"], grouped=on_cpu).to(mesh.device_type)
 
 
 _language_model = functools.partial(language_model, LAYERS)
