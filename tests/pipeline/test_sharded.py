@@ -195,8 +195,8 @@ def test_replicas_of_shards() -> None:
     on_ranks(4, _hybrid)
 
 
-def _whole_model(rank: int) -> None:
-    """Cut, searched, sharded by a function, and with the head tied to the embedding."""
+def _whole_model(rank: int, plan: str) -> None:
+    """Cut, sharded by a function, and with the head tied to the embedding: in one rank's stages, or in two ranks'."""
     mesh = make_mesh()
     copy = mesh.get_local_rank("dp_shard")
     torch.manual_seed(0)
@@ -216,7 +216,7 @@ def _whole_model(rank: int) -> None:
     tokens = torch.randint(0, 12, (16, 6))
     mine = tokens.chunk(2)[copy]
     pipe = Pipeline(
-        model, schedule="auto", n_microbatches=4, loss_fn=loss, sample=mine[:2], sample_target=mine[:2], mesh=mesh,
+        model, schedule=plan, n_microbatches=4, loss_fn=loss, sample=mine[:2], sample_target=mine[:2], mesh=mesh,
         shard=shard,
     )  # fmt: skip
     assert all(isinstance(p, DTensor) for p in pipe.parameters())
@@ -236,8 +236,9 @@ def _whole_model(rank: int) -> None:
     pipe.close()
 
 
-def test_a_whole_model_is_cut_and_then_sharded() -> None:
-    on_ranks(4, _whole_model)
+@pytest.mark.parametrize("plan", ["auto", "zb-h1", "zb-v"])
+def test_a_whole_model_is_cut_and_then_sharded(plan: str) -> None:
+    on_ranks(4, _whole_model, plan)
 
 
 def _whole_model_mixed(rank: int) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from sternway import schedule as schedules
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan
-from sternway.pipeline.build._shard_stage import ShardFn, shard_stage
+from sternway.pipeline.build._shard_stage import ShardFn, shard_stages_of
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._transport import Transport
@@ -33,8 +33,7 @@ def shard_stages(plan: BuildPlan, shard: ShardFn | None, mesh: PipelineMesh | No
             raise PipelineError(
                 "shard needs to know what the stages use", got="no sample=", fix="pass sample=, one microbatch"
             )
-        for module in plan.modules.values():
-            shard_stage(module, plan.cut.model, shard)
+        shard_stages_of(plan.cut.model, list(plan.modules.values()), shard)
 
     transport.crew().agree(apply)
 
