@@ -32,6 +32,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_fit.py::test_what_does_not_fit_says_what_is_lacking": ("slow",),
     "pipeline/test_lives.py": ("dist", "slow"),
     "pipeline/test_lost_rank.py": ("dist",),
+    "pipeline/test_matrix.py": ("dist", "slow"),
     "pipeline/test_memory.py": ("slow",),
     "pipeline/test_memory.py::test_real_processes_stay_within_the_limit": ("dist",),
     "pipeline/test_meta_start.py::test_each_process_has_its_own_stages": ("dist",),

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import sharded_cases
+from matrix_cases import SCHEDULES, Cells, run_row
 from nccl_cases import no_waits
 from sharded_cases import MICROBATCHES, batch, build, every_block, make_mesh
 from small_gpus import on_small_gpus
@@ -49,3 +50,9 @@ def _all_cases(rank: int) -> None:
 
 def test_sharded_stages() -> None:
     on_small_gpus(4, _all_cases, init="both")
+
+
+@pytest.mark.parametrize("name", ["plain", "FSDP2", "TP", "EP"])
+def test_what_composes(name: str) -> None:
+    cells: Cells = {"eager": SCHEDULES, "checkpointed": ("1f1b", "zb-v"), "compiled": ("zb-h1",)}
+    on_small_gpus(4, run_row, name, "cuda", {"rtol": 2e-3, "atol": 5e-5}, cells, init="both")

@@ -195,8 +195,8 @@ def test_replicas_of_shards() -> None:
     on_ranks(4, _hybrid)
 
 
-def _whole_model(rank: int) -> None:
-    """Cut, searched, sharded by a function, and with the head tied to the embedding."""
+def _whole_model(rank: int, plan: str) -> None:
+    """Cut, sharded by a function, and with the head tied to the embedding: in one rank's stages, or in two ranks'."""
     mesh = make_mesh()
     copy = mesh.get_local_rank("dp_shard")
     torch.manual_seed(0)
@@ -216,7 +216,7 @@ def _whole_model(rank: int) -> None:
     tokens = torch.randint(0, 12, (16, 6))
     mine = tokens.chunk(2)[copy]
     pipe = Pipeline(
-        model, schedule="auto", n_microbatches=4, loss_fn=loss, sample=mine[:2], sample_target=mine[:2], mesh=mesh,
+        model, schedule=plan, n_microbatches=4, loss_fn=loss, sample=mine[:2], sample_target=mine[:2], mesh=mesh,
         shard=shard,
     )  # fmt: skip
     assert all(isinstance(p, DTensor) for p in pipe.parameters())
@@ -236,8 +236,9 @@ def _whole_model(rank: int) -> None:
     pipe.close()
 
 
-def test_a_whole_model_is_cut_and_then_sharded() -> None:
-    on_ranks(4, _whole_model)
+@pytest.mark.parametrize("plan", ["auto", "zb-h1", "zb-v"])
+def test_a_whole_model_is_cut_and_then_sharded(plan: str) -> None:
+    on_ranks(4, _whole_model, plan)
 
 
 def _whole_model_mixed(rank: int) -> None:
@@ -275,3 +276,44 @@ def _whole_model_mixed(rank: int) -> None:
 
 def test_a_whole_model_in_mixed_precision() -> None:
     on_ranks(4, _whole_model_mixed)
+
+
+def _tries_plans(rank: int) -> None:
+    """Copies that share shards try the same plans in the same steps, and the gradients are right in every one."""
+    mesh = make_mesh()
+    copy = mesh.get_local_rank("dp_shard")
+    model, reference = (nn.Sequential(*(block for stage in stages(2) for block in stage)) for _ in range(2))
+
+    def shard(stage: nn.Module) -> None:
+        for block in stage.children():
+            fully_shard(block, mesh=mesh["dp_shard"])
+
+    torch.manual_seed(1)
+    x, target = batch(4 * MICROBATCHES)
+    F.mse_loss(reference(x), target).backward()
+    expected = {name: p.grad for name, p in reference.named_parameters()}
+    x, target = (each.chunk(2)[copy] for each in (x, target))
+    pipe = Pipeline(
+        model, schedule="auto", n_microbatches=MICROBATCHES, loss_fn=F.mse_loss, sample=x[:2], sample_target=target[:2],
+        mesh=mesh, shard=shard,
+    )  # fmt: skip
+    ran = []
+    for number in range(48):
+        ran.append(pipe.schedule)
+        pipe.step(x, target=target, record=False)
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(
+                whole(parameter.grad), expected[name], rtol=1e-4, atol=1e-6,
+                msg=lambda text, name=name, number=number: f"step {number}, {ran[-1].name}, {name}: {text}",
+            )  # fmt: skip
+            parameter.grad = None
+    pipe.stop_tuning()
+    assert len(pipe.plans) > 1
+    assert all(schedule.sharded(plan) == plan for plan in ran), "every plan gathers and reduces"
+    everyone = pipe.transport.crew_apart(range(4)).share([plan.actions for plan in [*ran, pipe.schedule]])
+    assert all(each == everyone[0] for each in everyone)
+    pipe.close()
+
+
+def test_copies_try_the_same_plans() -> None:
+    on_ranks(4, _tries_plans)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +44,14 @@ def whole_call(module: nn.Module) -> Callable[..., Any]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called: its forward and hooks are compiled as one."""
     return module._compiled_call_impl is not None
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """A block in which compiled code runs as it was written. To trace it under another mode fails, or is wrong.
+
+    If Dynamo is not imported, nothing is compiled.
+    """
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def is_innermost(mode: TorchFunctionMode) -> bool:
@@ -94,6 +104,13 @@ def _whole_calls() -> bool:
         return is_ten_times and is_compiled(module) and not is_compiled(nn.Identity())
     finally:
         del vars(module)[WHOLE_CALL]
+
+
+@probe("torch._dynamo", expected="is the module that compiles, if it is imported", features=("pipeline",))
+def _dynamo() -> bool:
+    # Looked at as code: to import it takes seconds.
+    source = Path(torch.compiler.__file__).read_text()
+    return "def set_stance(" in source and "import torch._dynamo" in source and '"force_eager"' in source
 
 
 @probe("torch.overrides._get_current_function_mode", expected="is the innermost mode", features=("pipeline",))

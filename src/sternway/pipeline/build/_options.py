@@ -19,7 +19,7 @@ from sternway.pipeline.build._rehearse import Rehearsal
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._room import Room, no_room, rooms
 from sternway.pipeline.build._shadow import recomputing
-from sternway.pipeline.build._shard_stage import shard_stage
+from sternway.pipeline.build._shard_stage import shard_stages_of
 from sternway.pipeline.build._weights import on_zeros
 from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.transport._crew import Outcome
@@ -107,8 +107,7 @@ def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOpt
             parts = {index: ModelPart(cut, index) for index in stages_here(request, transport, option.schedule)}
             if shard is not None:
                 cut.release(set(parts))
-                for part in parts.values():
-                    shard_stage(part, model, shard)
+                shard_stages_of(model, list(parts.values()), shard)
             spans.append(rehearsal.span(parts, option.schedule, option.costs, option.limit, option.room))
     if request.everyone is not None:
         spans = transport.crew_apart(request.everyone).share(spans)[0]

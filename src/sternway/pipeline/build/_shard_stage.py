@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,13 +12,15 @@ ShardFn = Callable[[nn.Module], Any]
 """Calls ``fully_shard`` on a stage, or on modules of it."""
 
 
-def shard_stage(stage: nn.Module, model: nn.Module, shard: ShardFn) -> None:
-    """Call ``shard`` on a stage of a model, once others have let go of it."""
-    outside = _take_out(stage, model)
-    try:
-        shard(stage)
-    finally:
-        _put_back(stage, model, outside)
+def shard_stages_of(model: nn.Module, stages: Sequence[nn.Module], shard: ShardFn) -> None:
+    """Call ``shard`` on the stages of a model that are here, once others have let go of them."""
+    called = {id(module) for stage in stages for module in stage.modules()}
+    for stage in stages:
+        outside = _take_out(stage, model)
+        try:
+            shard(stage)
+        finally:
+            _put_back(stage, model, outside, called)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,15 @@ def _take_out(stage: nn.Module, model: nn.Module) -> list[_Outside]:
     return found
 
 
-def _put_back(stage: nn.Module, model: nn.Module, outside: list[_Outside]) -> None:
-    """Put them back; those that have a sharded twin now as that twin, and the whole one is freed."""
+def _put_back(stage: nn.Module, model: nn.Module, outside: list[_Outside], called: set[int]) -> None:
+    """Put them back; those that have a sharded twin now as that twin, and the whole one is freed.
+
+    It is not freed in a module that another stage here calls, which is one of ``called``: that shards its own.
+    """
     for each in outside:
         path, _, short = each.name.rpartition(".")
         now = each.parameter if each.inside is None else stage.get_parameter(each.inside)
         stage.get_submodule(path).register_parameter(short, now)
-        if now is not each.parameter:
+        if now is not each.parameter and id(model.get_submodule(path)) not in called:
             empty = nn.Parameter(each.parameter.detach().to("meta"), each.parameter.requires_grad)
             setattr(model.get_submodule(path), short, empty)

@@ -15,7 +15,7 @@ from sternway._torch.sharded import local_part
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan
 from sternway.pipeline.build._rank_bytes import Shards
-from sternway.pipeline.build._shard_stage import ShardFn, shard_stage
+from sternway.pipeline.build._shard_stage import ShardFn, shard_stages_of
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._transport import Transport
@@ -55,8 +55,7 @@ def shard_stages(plan: BuildPlan, shard: ShardFn | None, mesh: PipelineMesh | No
             raise PipelineError(
                 "shard needs to know what the stages use", got="no sample=", fix="pass sample=, one microbatch"
             )
-        for module in plan.modules.values():
-            shard_stage(module, plan.cut.model, shard)
+        shard_stages_of(plan.cut.model, list(plan.modules.values()), shard)
         _check_counted(plan, transport)
 
     transport.crew().agree(apply)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sternway._torch.memory import rng_state, same_values
+from sternway._torch.modes import uncompiled
 from sternway._torch.tensors import storage_id, version_of
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import tensors_in
@@ -62,7 +62,7 @@ def _record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, 
     tensors = [twice[id(tensor)] for tensor in tensors]
     args, kwargs = unpack(spec, tensors)
     recorder = Recorder(model, pieces, tensors)
-    with untouched(model), _as_if_training(model), _uncompiled(), intercepted(pieces, recorder.call), recorder:
+    with untouched(model), _as_if_training(model), uncompiled(), intercepted(pieces, recorder.call), recorder:
         result = model(*args, **kwargs)
     recorder.finish(tensors_in(result))
     return recorder.flow
@@ -70,14 +70,6 @@ def _record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, 
 
 def _drop(_: Any) -> Any:
     return None
-
-
-def _uncompiled() -> AbstractContextManager[Any]:
-    """A block in which compiled code runs as it was written: to trace it under the recorder's mode fails, or is wrong.
-
-    If Dynamo is not imported, nothing is compiled.
-    """
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager

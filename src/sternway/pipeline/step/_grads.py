@@ -48,17 +48,14 @@ def resolve_ties(
     transport: Transport,
 ) -> list[Tie]:
     """Find which ranks hold the names of each group, and give all copies the values of the first."""
-    named = {
-        rank: {
-            name: parameter
-            for index in placement[rank]
-            for name, parameter in stages[index].module.named_parameters(remove_duplicate=False)
-        }
-        for rank in sorted(placement)
-    }
+    named: dict[int, dict[str, list[nn.Parameter]]] = {rank: {} for rank in sorted(placement)}
+    for rank, held in named.items():
+        for index in placement[rank]:
+            for name, parameter in stages[index].module.named_parameters(remove_duplicate=False):
+                held.setdefault(name, []).append(parameter)  # sharded stages have one of their own each
     ties = []
     for group in groups:
-        sizes = [[1.0 + local_part(held[n]).numel() if n in held else 0.0 for n in group] for held in named.values()]
+        sizes = [[1.0 + local_part(held[n][0]).numel() if n in held else 0.0 for n in group] for held in named.values()]
         rows = transport.gather(sizes)
         if len({size for row in rows for size in row if size}) > 1:
             raise PipelineError(
@@ -72,9 +69,7 @@ def resolve_ties(
                 "tied must name parameters that some stage has", got=repr(missing[0]), fix="check the spelling"
             )
         ranks = tuple(rank for rank, row in enumerate(rows) if any(row))
-        here = tuple(
-            {id(p): p for held in named.values() for name in group if (p := held.get(name)) is not None}.values()
-        )
+        here = tuple({id(p): p for held in named.values() for name in group for p in held.get(name, ())}.values())
         if here:
             first = local_part(here[0])
             with torch.no_grad():

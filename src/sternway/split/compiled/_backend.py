@@ -59,11 +59,11 @@ def sternway(
         graphs = settings.pop("triton.cudagraphs", False) and _on_gpu(inputs)
         fixed = sorted({*parameters, *static_inputs(module)})
 
-        def compiled(given: Sequence[Any]) -> Callable[..., Any]:
-            made = _with_inductor(module, given, parameters, settings)
-            return replayed(made, fixed, len(given)) if graphs else made
+        def compile_for(given: Sequence[Any]) -> Callable[..., Any]:
+            compiled = _with_inductor(module, given, parameters, settings)
+            return replayed(compiled, fixed, len(inputs)) if graphs else compiled
 
-        return with_arrived(compiled, module, inputs)
+        return with_arrived(compile_for, module, inputs)
     if mode not in (None, "default") or settings:
         raise SplitError(
             'inner="eager" cannot take a mode or other options, which are for Inductor',
