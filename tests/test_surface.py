@@ -49,6 +49,7 @@ SURFACE = {
     ],
     "sternway.split": [
         "Captured",
+        "CapturedStep",
         "CompiledGraph",
         "CompiledGraphs",
         "CompiledNode",
@@ -62,6 +63,7 @@ SURFACE = {
         "Product",
         "backward_input",
         "capture",
+        "capture_step",
         "forward_begins",
         "inspect",
         "install",

@@ -19,9 +19,11 @@ from torch.nn import Parameter
 from sternway._torch import compile as seam
 from sternway._torch import require
 from sternway._torch.async_tensors import with_arrived
+from sternway._torch.tracing import static_inputs
 from sternway.errors import SplitError
 from sternway.split.compiled._build import Half, Region, Strides, build
 from sternway.split.compiled._partition import partition
+from sternway.split.compiled._replayed import replayed
 from sternway.split.compiled._work import Boxed
 
 
@@ -33,7 +35,7 @@ def sternway(
     Args:
         module: Dynamo's graph.
         inputs: examples of its inputs; parameters are among them.
-        mode: Inductor's mode, as for ``torch.compile``.
+        mode: Inductor's mode, as for ``torch.compile``. "reduce-overhead" and "max-autotune" make CUDA graphs on a GPU.
         options: ``inner``: "inductor" or "eager"; all others are Inductor's own settings.
     """
     settings = dict(options or {})
@@ -51,17 +53,17 @@ def sternway(
                 'Install g++, or pass options={"inner": "eager"} to say that this is meant.',
                 stacklevel=2,
             )
-    if mode == "reduce-overhead" or settings.get("triton.cudagraphs"):
-        raise SplitError(
-            "Inductor's CUDA graphs cannot be split: they reuse one call's memory, while a split has several in flight",
-            got=f"mode={mode!r}" if mode else "triton.cudagraphs",
-            fix='capture what is compiled without: split.capture(torch.compile(module, backend="sternway"), sample); '
-            'or pass mode="max-autotune-no-cudagraphs", or none',
-        )
     parameters = {index: value for index, value in enumerate(inputs) if isinstance(value, Parameter)}
     if inner == "inductor":
         settings = {**seam.inductor_options(mode), **settings}
-        return with_arrived(lambda given: _with_inductor(module, given, parameters, settings), module, inputs)
+        graphs = settings.pop("triton.cudagraphs", False) and _on_gpu(inputs)
+        fixed = sorted({*parameters, *static_inputs(module)})
+
+        def compiled(given: Sequence[Any]) -> Callable[..., Any]:
+            made = _with_inductor(module, given, parameters, settings)
+            return replayed(made, fixed, len(given)) if graphs else made
+
+        return with_arrived(compiled, module, inputs)
     if mode not in (None, "default") or settings:
         raise SplitError(
             'inner="eager" cannot take a mode or other options, which are for Inductor',
@@ -69,6 +71,10 @@ def sternway(
             fix='leave them out, or pass options={"inner": "inductor"}',
         )
     return with_arrived(lambda given: _with_none(module, given, parameters), module, inputs)
+
+
+def _on_gpu(inputs: Sequence[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
 
 
 def _has_compiler(inputs: Sequence[Any]) -> bool:
