@@ -118,7 +118,7 @@ def slowed(stage: int, ranks: int, by: float = 1.3, comm: float = 0.0) -> Costs:
 
 def test_a_stage_that_becomes_slow_makes_a_new_plan_within_twenty_steps() -> None:
     before, after = slowed(1, 3, by=1.0, comm=0.3), slowed(1, 3, comm=0.3)
-    for more in range(8):  # wherever it was between two looks
+    for more in (0, 3, 6):  # wherever it was between two looks
         tuner = tuner_of(schedule.make("1f1b", ranks=3, microbatches=4), limit=6.0)
         run(tuner, before, 70 + more)
         settled, story = tuner.schedule, len(tuner.plans)
