@@ -194,7 +194,7 @@ class Pipeline:
         self._tuner = make_tuner(self._plan, request, self.transport) if tune and mesh is None else None
         self._runner = StepRunner(
             self.stages, first, routes, self.transport, ranks_here, self._gradients, self._guard,
-            chunk, clock_offsets(self.transport, ranks), self._plan.costs.memory_after_I, self._tuner,
+            chunk, clock_offsets(self.transport, ranks), self._plan.costs, self._tuner,
         )  # fmt: skip
         self._model = stages if isinstance(stages, nn.Module) else None
         modules = {index: stage.module for index, stage in self.stages.items()}

@@ -204,7 +204,7 @@ def _raise_circle(schedule: Schedule, reached: list[int]) -> NoReturn:
 def _check_memory(schedule: Schedule, limit: float, costs: Costs) -> None:
     """Check that no rank ever keeps more than the limit."""
     for rank, steps in enumerate(schedule.actions):
-        for index, both in enumerate(memory_steps(schedule, rank, costs.memory_after_I, costs.memory_gathered)):
+        for index, both in enumerate(memory_steps(schedule, rank, costs)):
             if max(both) > limit + EPSILON:  # 33 activations of a third each are not over a limit of 11
                 raise ScheduleError(
                     f"a rank must keep at most {limit:g} microbatches' activations",

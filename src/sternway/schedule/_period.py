@@ -21,7 +21,7 @@ _MOST = 64  # steps to look for the pattern; then the average of the second half
 
 def period_of(schedule: Schedule, costs: Costs) -> float:
     """The time of a step among many, for a schedule that runs to its end."""
-    steps = _steps(schedule, costs.per_stage(schedule.placement))
+    steps = _steps(schedule, costs.per_stage(schedule.placement, schedule.recompute))
     ends = [[0.0] * schedule.ranks]
     for number in range(1, _MOST + 1):
         ends.append(_after(ends[-1], steps, costs.comm))

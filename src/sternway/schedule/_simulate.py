@@ -35,7 +35,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:  # noqa: B
         isinstance(schedule, Schedule), "simulate needs a Schedule", schedule, 'pass schedule.make("1f1b", ...)'
     )
     ScheduleError.unless(isinstance(costs, Costs), "costs must be a Costs", costs, "pass schedule.Costs(F=1, I=1, W=1)")
-    per_stage = costs.per_stage(schedule.placement)
+    per_stage = costs.per_stage(schedule.placement, schedule.recompute)
     events, causes = _run(schedule, per_stage)
     for rank, (steps, timed) in enumerate(zip(schedule.actions, events, strict=True)):
         if len(timed) < len(steps):

@@ -215,7 +215,7 @@ def limit_of(request: BuildRequest, costs: Costs) -> float:
     """What a rank may keep under "auto", in forwards of one microbatch."""
     if request.memory_limit is not None:
         return request.memory_limit
-    return 2 * request.ranks * max(1.0, costs.memory_after_I)
+    return 2 * request.ranks * costs.smallest()
 
 
 def _measure(request: BuildRequest, model: nn.Module, layout: Layout, transport: Transport) -> Profile | None:

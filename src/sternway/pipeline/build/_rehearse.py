@@ -125,7 +125,11 @@ class Rehearsal:
         for stage in stages.values():
             stage.clear()
         read = gather_timeline(
-            schedule, self._transport, lambda: {rank: times if on_gpu is None else on_gpu.read()}, self._offsets, 1.0
+            schedule,
+            self._transport,
+            lambda: {rank: times if on_gpu is None else on_gpu.read()},
+            self._offsets,
+            Costs(),
         )
         return read()
 

@@ -16,9 +16,10 @@ from sternway.schedule._costs import EPSILON, Costs
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._timeline import Timeline
 from sternway.schedule.named._make import make, names
+from sternway.schedule.search._hunt import Progress, half_of
 from sternway.schedule.search._lower_bound import bound
 from sternway.schedule.search._problem import check_arguments, limit_of, resolve
-from sternway.schedule.search._search import Progress, half_of, search
+from sternway.schedule.search._search import search
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class Comparison:
         """
         best = self.best
         text = f"{best.name} is {best.gap:.1%} above anything possible"
-        more = self.memory_limit + max(1.0, self.costs.memory_after_I)
+        more = self.memory_limit + self.costs.smallest()
         then = bound(resolve(self.costs, best.schedule.placement, self.microbatches, more, joined=True))
         gain = 1 - then / best.bound if best.bound > 0 else 0.0
         if gain <= EPSILON:
@@ -194,6 +195,7 @@ def compare(
             these per-stage costs.
     """
     limit = limit_of(costs, memory_limit, memory)
+    assert isinstance(limit, int | float)  # one for all ranks
     check_arguments(costs, ranks, microbatches, limit)
     rows, unmade = [], []
     for name, build in _builders(costs, ranks, microbatches, limit, progress):

@@ -1,0 +1,120 @@
+"""Which stages to recompute: every choice has a proven bound, and only those that it does not rule out are searched.
+
+Why: to recompute a stage costs a forward for each microbatch, and only ranks that are short of memory gain from it. In
+1F1B the first rank holds as many microbatches as there are ranks, and the last holds one: to recompute all stages, as
+is usual, pays for memory where there is enough (arXiv 2402.16831 and others find the same).
+
+    stage 0  1  2  3      bound      span
+          .  .  .  .       61         61        the memory is too small to keep ranks busy
+          r  r  r  r       40         44        the usual choice
+          r  r  .  .       36         37        the best
+          r  .  .  .       38          -        cannot be better: not searched
+
+The two uniform choices are always searched, so that the result is never worse than either.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import combinations, product
+
+from sternway.errors import ScheduleError
+from sternway.schedule._costs import EPSILON, Costs, Placement
+from sternway.schedule._schedule import Schedule
+from sternway.schedule.search._fuse import length
+from sternway.schedule.search._hunt import Progress, glance
+from sternway.schedule.search._lower_bound import bound
+from sternway.schedule.search._problem import Limit, Problem, resolve
+
+Choice = tuple[int, ...]
+
+_ALL = 256  # choices of up to eight stages are all looked at; of more, those in which a rank does as the one before
+_TINY = 32  # stages times microbatches: up to this, every choice is searched that its bound does not rule out
+_GLANCES, _SEARCHED = 8, 1  # of larger problems, how many choices are looked at, and how many searched
+
+
+def choices(placement: Placement) -> list[Choice]:
+    """Return what could be recomputed, from nothing to everything.
+
+    Example:
+        >>> choices(((0,), (1,)))
+        [(), (0,), (1,), (0, 1)]
+    """
+    count = sum(map(len, placement))
+    if 2**count <= _ALL:
+        return [choice for size in range(count + 1) for choice in combinations(range(count), size)]
+    found = {(): None, tuple(range(count)): None} | dict.fromkeys(_alike(placement))
+    return sorted(found, key=lambda choice: (len(choice), choice))
+
+
+def _alike(placement: Placement) -> Iterator[Choice]:
+    """Yield choices in which the first ranks recompute stages in the same places, such as their first one."""
+    places = range(max(map(len, placement)))
+    some = [
+        [place for place, yes in zip(places, which, strict=True) if yes]
+        for which in product((False, True), repeat=min(len(places), 4))
+        if len(places) <= 4
+    ] or [[place] for place in places]
+    for ranks in range(1, len(placement) + 1):
+        for which in [*some, list(places)]:
+            held = [sorted(stages) for stages in placement[:ranks]]
+            yield tuple(sorted(stages[place] for stages in held for place in which if place < len(stages)))
+
+
+def best_choice(
+    costs: Costs,
+    placement: Placement,
+    microbatches: int,
+    limit: Limit,
+    find: Callable[[Choice, Progress | None], Schedule],
+    progress: Progress | None,
+) -> Schedule:
+    """Return the best schedule over the choices; ``find`` searches for one of them.
+
+    Raises:
+        ScheduleError: not even one microbatch fits, whatever is recomputed.
+    """
+    posed = partial(resolve, costs, placement, microbatches, limit, joined=True)
+    least: dict[Choice, float] = {}
+    for choice in choices(placement):
+        try:
+            least[choice] = bound(posed(recompute=choice))
+        except ScheduleError as error:
+            problem = error
+    if not least:
+        raise problem
+    everything = tuple(range(sum(map(len, placement))))
+    uniform = [choice for choice in ((), everything) if choice in least]
+    others = sorted(least.keys() - set(uniform), key=lambda choice: (least[choice], len(choice), choice))
+    if len(everything) * microbatches > _TINY:
+        others = _promising(others, least, posed)
+    found: list[tuple[tuple[float, float], int, Schedule]] = []
+    for number, choice in enumerate([*uniform, *others]):
+        # A named schedule may run I and W of a recomputed stage apart: then its bound is another.
+        proven = bound(posed(recompute=choice, whole=False)) if choice in uniform else least[choice]
+        if not found or proven < min(found, key=_rank)[0][0] * (1 - EPSILON):
+            plan = find(choice, _part(progress, number, len(uniform) + len(others)))
+            found.append((length(plan, costs), len(choice), plan))
+    if progress is not None:
+        progress(1, 1)
+    return min(found, key=_rank)[2]
+
+
+def _promising(order: list[Choice], least: dict[Choice, float], posed: Callable[..., Problem]) -> list[Choice]:
+    """Return the choices that look best at a glance, of those whose bounds are lowest."""
+    spans: dict[Choice, float] = {}
+    for choice in order[:_GLANCES]:
+        if not spans or least[choice] < min(spans.values()):
+            spans[choice] = glance(posed(recompute=choice))
+    return sorted(spans, key=lambda choice: (spans[choice], len(choice)))[:_SEARCHED]
+
+
+def _rank(found: tuple[tuple[float, float], int, Schedule]) -> tuple[tuple[float, float], int]:
+    """What is best: the shortest; among equals, the one that recomputes least."""
+    return found[0], found[1]
+
+
+def _part(progress: Progress | None, number: int, total: int) -> Progress | None:
+    """Return a progress function for one of several searches."""
+    if progress is None:
+        return None
+    return lambda done, whole: progress(1000 * number + 1000 * done // whole, 1000 * total)
