@@ -21,6 +21,7 @@ from sternway.pipeline.build._checks import (
     check_arguments,
     check_cuda_graphs,
     check_plain,
+    check_recompute,
     check_weights,
     checked_skips,
 )
@@ -171,6 +172,8 @@ class Pipeline:
             self._everyone, None if memory is None else parse_bytes(memory, "memory", PipelineError),
         )  # fmt: skip
         self._plan = agreed_plan(request, self.transport)
+        if self._plan.schedule.recompute:
+            self.transport.crew().agree(lambda: check_recompute(self._plan, cuda_graphs))
         own_ties = [] if self._plan.cut is None else self._plan.cut.ties()
         if self._plan.cut is not None and self.transport.mine:
             self._plan.cut.release(set(self._plan.modules))

@@ -116,6 +116,10 @@ class Schedule:
             f"stage must be 0 to {self.num_stages - 1}", got=str(stage), fix="pass a stage that the schedule has"
         )
 
+    def runs_again(self, step: Action | Overlap | Upkeep) -> bool:
+        """Return whether a step runs a forward again: I or B of a stage that is recomputed."""
+        return any(action.is_backward and action.stage in self.recompute for action in step.actions)
+
     def stage_ranks(self) -> tuple[int, ...]:
         """Return the rank of every stage, in order."""
         return stage_ranks(self.placement)

@@ -63,9 +63,14 @@ def make_stages(
             saved=saved if saved is None or isinstance(saved, AbstractContextManager) else saved(index),
             scale=None if scaler is None else scaler.scale,
             cuda_graphs=cuda_graphs,
+            recompute=plan.cut is None and index in plan.schedule.recompute,
         )
         for index, module in sorted(plan.modules.items())
     }
+
+
+def _stages(indices: tuple[int, ...]) -> str:
+    return f"stage{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
 
 
 def make_tuner(plan: BuildPlan, request: BuildRequest, transport: Transport) -> Tuner | None:
@@ -101,7 +106,7 @@ def describe(plan: BuildPlan, transport: Transport, nbytes: int) -> str:
         )
         lines.append(f"  planned   {1e3 * timeline.makespan:.2f} ms, bubble {timeline.bubble_rate:.1%}{memory}")
     if plan.room is not None:
-        again = ", blocks computed again" if plan.room.recompute else ""
+        again = f", blocks of {_stages(schedule.recompute)} computed again" if schedule.recompute else ""
         peak = show_bytes(plan.room.peak(schedule))
         lines.append(f"  memory    at most {peak} of {show_bytes(plan.room.limit)} on a rank, with AdamW{again}")
     return "\n".join(lines)

@@ -15,6 +15,7 @@ from sternway._torch.modes import is_compiled
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan
 from sternway.pipeline.build._request import BuildRequest
+from sternway.pipeline.build._shadow import STATEFUL
 from sternway.pipeline.build._weights import is_empty
 from sternway.pipeline.step._microbatch import ChunkSpec
 from sternway.pipeline.step._scaler import GradScaler
@@ -156,6 +157,21 @@ def _check_mesh_of(name: str, parameter: DTensor, mesh: PipelineMesh | None, by_
             got=f"{got}; data differ along {mesh.data}",
             fix="use a dimension of its own for tensor parallelism; name data_dims= if these are experts",
         )
+
+
+def check_recompute(plan: BuildPlan, cuda_graphs: bool) -> None:
+    """Raise if a stage that was passed as it is cannot run its forward twice."""
+    for index in plan.schedule.recompute if plan.cut is None else ():
+        modules = list(plan.modules[index].modules()) if index in plan.modules else []
+        stateful = next((type(module).__name__ for module in modules if isinstance(module, STATEFUL)), None)
+        sharded = next((type(module).__name__ for module in modules if isinstance(module, FSDPModule)), None)
+        got = stateful or sharded or ("cuda_graphs=True" if cuda_graphs else None)
+        if got is not None:
+            raise PipelineError(
+                f"stage {index} cannot be recomputed: it must not change buffers, be sharded or be captured",
+                got=got,
+                fix=f"leave {index} out of the schedule's recompute, or use torch.utils.checkpoint inside the stage",
+            )
 
 
 def check_placement(plan: BuildPlan, request: BuildRequest, transport: Transport) -> None:

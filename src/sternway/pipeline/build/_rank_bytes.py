@@ -25,6 +25,7 @@ class RankBytes:
         optimizer: the optimizer's state.
         activations: what F and I keep for later.
         working: what the action that runs then takes beyond that, and messages.
+        messages: of that, messages.
     """
 
     stages: tuple[int, ...]
@@ -33,6 +34,7 @@ class RankBytes:
     optimizer: int
     activations: int
     working: int
+    messages: int = 0
 
     @property
     def total(self) -> int:
@@ -60,4 +62,5 @@ def _of_rank(plan: Schedule, rank: int, weights: Sequence[StageWeight], optimize
         int(optimizer * gradients),
         most[1],
         most[0] - most[1] + messages,
+        messages,
     )

@@ -66,7 +66,7 @@ class Rehearsal:
         parts: Mapping[int, nn.Module],
         schedule: Schedule,
         costs: Costs,
-        memory_limit: float,
+        memory_limit: float | Sequence[float],
         room: Room | None = None,
     ) -> float:
         """The seconds of a step among others, once the order fits what the stages cost in it.

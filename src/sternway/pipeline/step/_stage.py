@@ -7,6 +7,7 @@ uses it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sternway import split
 from sternway._torch.failures import failure_of
@@ -68,6 +70,7 @@ class Stage:
         saved: AbstractContextManager[Any] | None = None,
         scale: Callable[[Tensor], Tensor] | None = None,
         cuda_graphs: bool = False,
+        recompute: bool = False,
     ) -> None:
         self._scale = scale
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
@@ -77,6 +80,8 @@ class Stage:
             module.uses_own_loss = is_last and loss_fn is None
         self.captured = CapturedStage(index, module) if cuda_graphs else None
         self._call: Callable[..., Any] = self.captured or module
+        if recompute:
+            self._call = functools.partial(_recomputed, self._call)
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self._graphs: dict[int, _Graph] = {}
@@ -231,6 +236,13 @@ class Stage:
         self._weighed.clear()
         if self.shards is not None:
             self.shards.drop()
+
+
+def _recomputed(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call a stage so that it keeps its inputs alone, and runs again in the backward."""
+    if not torch.is_grad_enabled():
+        return call(*arguments, **keywords)
+    return checkpoint(call, *arguments, use_reentrant=False, **keywords)
 
 
 def _changed_in_place(stage: int) -> PipelineError:

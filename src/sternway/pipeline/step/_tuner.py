@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from threading import Thread
@@ -76,7 +76,7 @@ class Tuner:
         self,
         schedule: Schedule,
         costs: Costs,
-        memory_limit: float,
+        memory_limit: float | Sequence[float],
         fits: Callable[[Schedule], bool] | None = None,
     ) -> None:
         self.schedule, self.costs, self.plans = schedule, costs, list[TriedPlan]()

@@ -35,7 +35,9 @@ def to_chrome_trace(timeline: Timeline) -> str:
         place = {"sort_index": rank}
         events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": place})
         computing = [event for event in steps if not isinstance(event.action, Upkeep)]
-        events += [_slice(event, (rank, event.step) in critical) for event in computing]
+        for event in computing:
+            again = timeline.schedule.runs_again(event.action)
+            events.append(_slice(event, (rank, event.step) in critical, again))
         if len(computing) < len(steps):
             track = len(timeline.events) + rank
             label = {"name": f"rank {rank}: gathers and reductions"}
@@ -50,7 +52,7 @@ def to_chrome_trace(timeline: Timeline) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _slice(event: Event, critical: bool) -> dict[str, object]:
+def _slice(event: Event, critical: bool, again: bool) -> dict[str, object]:
     """Return one step as a complete event."""
     first = event.action.actions[0]
     kind = "F+B" if isinstance(event.action, Overlap) else first.op
@@ -67,6 +69,7 @@ def _slice(event: Event, critical: bool) -> dict[str, object]:
             "stage": [action.stage for action in event.action.actions],
             "microbatch": [action.microbatch for action in event.action.actions],
             "critical_path": critical,
+            "forward_again": again,
         },
     }
 

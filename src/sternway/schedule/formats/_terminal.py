@@ -65,7 +65,8 @@ def describe_size(schedule: Schedule) -> str:
         (schedule.num_stages, "stage", "stages"),
     )
     words = (f"{count} {one if count == 1 else several}" for count, one, several in counts)
-    return f"{schedule.name}: {', '.join(words)}"
+    some = ", ".join(map(str, schedule.recompute))
+    return f"{schedule.name}: {', '.join(words)}" + (f"; recomputed: {some}" if some else "")
 
 
 def _first(rows: Iterable[str], count: int) -> list[str]:
@@ -85,8 +86,9 @@ def draw(timeline: Timeline, *, color: bool = False, width: int | None = None) -
         rank 1 |.  F0 I0 F1 I1 W0 W1 |
 
     Each action is its op and microbatch, then dashes until it ends. ``F'0`` is of the rank's second stage, ``F''0`` of
-    its third. A dot is idle time. ``+`` is an overlapped pair, with the microbatch of its forward. Where stages are
-    sharded, a second line has what the rank's link does: ``U`` gathers a stage, ``R`` reduces its gradients.
+    its third. ``B0r`` is of a recomputed stage, whose forward runs again first. A dot is idle time. ``+`` is an
+    overlapped pair, with the microbatch of its forward. Where stages are sharded, a second line has what the rank's
+    link does: ``U`` gathers a stage, ``R`` reduces its gradients.
 
     Args:
         timeline: the timeline.
@@ -137,7 +139,8 @@ def _label(timeline: Timeline, rank: int, event: Event) -> str:
         return f"{action.op[0]}{_local(timeline, rank, action)}"
     if isinstance(action, Overlap):
         return f"+{_local(timeline, rank, action.forward)}{action.forward.microbatch}"
-    return f"{action.op}{_local(timeline, rank, action)}{action.microbatch}"
+    again = "r" if timeline.schedule.runs_again(action) else ""
+    return f"{action.op}{_local(timeline, rank, action)}{action.microbatch}{again}"
 
 
 def _local(timeline: Timeline, rank: int, action: Action | Upkeep) -> str:

@@ -75,7 +75,7 @@ def glance(problem: Problem) -> float:
     """Return the span of a plan that is found at once, to compare problems by: as good as ``solve`` only by luck."""
     hunt = _Hunt(problem.scaled(), None)
     hunt.lists = _FEWEST_LISTS
-    hunt.gather()
+    hunt.gather(repeating=False)
     times = clock(problem, hunt.best().words)
     assert times is not None, "a plan that was found runs to its end"
     return times.score.span
@@ -106,13 +106,13 @@ class _Hunt:
         self.thorough = steps <= _THOROUGH
         self.spent = 0
 
-    def gather(self) -> None:
-        """Make plans of each family."""
+    def gather(self, *, repeating: bool = True) -> None:
+        """Make plans of each family; patterns take longest."""
         self.try_lists()
         if self.thorough or not self.met():
             for words in named_words(self.problem):
                 self.add_refilled("named", words)
-        if not self.met():
+        if repeating and not self.met():
             for pattern in patterns(self.problem, _PATTERNS):
                 self.add_refilled("pattern", repeat(self.problem, pattern))
 

@@ -30,10 +30,15 @@ is I of its highest stage b, its last F is one of b, and its last I is one of a:
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
-from sternway.schedule._costs import EPSILON, Costs
-from sternway.schedule.search._problem import Limit, Problem, limit_of, pose
+from sternway.errors import ScheduleError
+from sternway.schedule._costs import EPSILON, Costs, Placement
+from sternway.schedule._schedule import checked_stages
+from sternway.schedule.search._choices import are_all, choices
+from sternway.schedule.search._problem import Limit, Problem, check_arguments, limit_of, place, resolve
 
 
 def lower_bound(
@@ -44,7 +49,7 @@ def lower_bound(
     memory_limit: Limit | None = None,
     memory: int | str | None = None,
     stages_per_rank: int = 1,
-    recompute: Collection[int] = (),
+    recompute: Collection[int] | Literal["auto"] = (),
 ) -> float:
     """Return a time that ``Timeline.span`` cannot be below, for any schedule within the memory limit.
 
@@ -63,7 +68,7 @@ def lower_bound(
         memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
         memory: or what it has in bytes, as in ``search``.
         stages_per_rank: as in ``search``.
-        recompute: the stages that are recomputed.
+        recompute: the stages that are recomputed; "auto" for any.
 
     Returns:
         The bound, in the unit of the costs.
@@ -71,18 +76,36 @@ def lower_bound(
     Raises:
         ScheduleError: as in ``search``.
     """
-    return bound(
-        pose(
-            costs,
-            ranks=ranks,
-            microbatches=microbatches,
-            memory_limit=limit_of(costs, memory_limit, memory),
-            stages_per_rank=stages_per_rank,
-            joined=True,
-            whole=False,
-            recompute=tuple(recompute),
-        )
-    )
+    limit = limit_of(costs, memory_limit, memory)
+    check_arguments(costs, ranks, microbatches, limit, stages_per_rank)
+    placement = place(ranks, stages_per_rank)
+    if recompute == "auto":
+        return least_bound(costs, placement, microbatches, limit)
+    chosen = checked_stages("recompute", recompute, ranks * stages_per_rank)
+    return bound(resolve(costs, placement, microbatches, limit, joined=True, whole=False, recompute=chosen))
+
+
+def least_bound(costs: Costs, placement: Placement, microbatches: int, limit: Limit) -> float:
+    """Return a time that no span can be below, whatever is recomputed.
+
+    Raises:
+        ScheduleError: not even one microbatch fits, whatever is recomputed.
+    """
+    posed = partial(resolve, placement=placement, microbatches=microbatches, memory_limit=limit, joined=True)
+    if not are_all(placement):  # as if it cost no time
+        small = costs.per_stage(placement, range(sum(map(len, placement)))).keeps
+        kept = [min(both) for both in zip(small, costs.per_stage(placement).keeps, strict=True)]
+        rest = [min(both) for both in zip(kept, costs.per_stage(placement).keeps_after_i, strict=True)]
+        return bound(posed(replace(costs, memory_after_F=kept, memory_after_I=rest)))
+    found = []
+    for choice in choices(placement):
+        try:
+            found.append(bound(posed(costs, whole=False, recompute=choice)))
+        except ScheduleError as error:
+            problem = error
+    if not found:
+        raise problem
+    return min(found)
 
 
 def bound(problem: Problem) -> float:

@@ -179,7 +179,7 @@ def check_arguments(costs: Costs, ranks: int, microbatches: int, memory_limit: L
     limits = memory_limit if isinstance(memory_limit, Sequence) else (memory_limit,) * ranks
     if len(limits) != ranks or not all(isinstance(limit, int | float) and limit is not True for limit in limits):
         raise ScheduleError(
-            "memory_limit must be a number of microbatches, or one for each rank",
+            "memory_limit must be a number of microbatches",
             got=repr(memory_limit),
             fix=f"pass {costs.smallest():g} or more",
         )

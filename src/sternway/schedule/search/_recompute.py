@@ -13,51 +13,20 @@ is usual, pays for memory where there is enough (arXiv 2402.16831 and others fin
 The two uniform choices are always searched, so that the result is never worse than either.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import combinations, product
 
 from sternway.errors import ScheduleError
 from sternway.schedule._costs import EPSILON, Costs, Placement
 from sternway.schedule._schedule import Schedule
+from sternway.schedule.search._choices import Choice, choices
 from sternway.schedule.search._fuse import length
 from sternway.schedule.search._hunt import Progress, glance
 from sternway.schedule.search._lower_bound import bound
 from sternway.schedule.search._problem import Limit, Problem, resolve
 
-Choice = tuple[int, ...]
-
-_ALL = 256  # choices of up to eight stages are all looked at; of more, those in which a rank does as the one before
 _TINY = 32  # stages times microbatches: up to this, every choice is searched that its bound does not rule out
 _GLANCES, _SEARCHED = 8, 1  # of larger problems, how many choices are looked at, and how many searched
-
-
-def choices(placement: Placement) -> list[Choice]:
-    """Return what could be recomputed, from nothing to everything.
-
-    Example:
-        >>> choices(((0,), (1,)))
-        [(), (0,), (1,), (0, 1)]
-    """
-    count = sum(map(len, placement))
-    if 2**count <= _ALL:
-        return [choice for size in range(count + 1) for choice in combinations(range(count), size)]
-    found = {(): None, tuple(range(count)): None} | dict.fromkeys(_alike(placement))
-    return sorted(found, key=lambda choice: (len(choice), choice))
-
-
-def _alike(placement: Placement) -> Iterator[Choice]:
-    """Yield choices in which the first ranks recompute stages in the same places, such as their first one."""
-    places = range(max(map(len, placement)))
-    some = [
-        [place for place, yes in zip(places, which, strict=True) if yes]
-        for which in product((False, True), repeat=min(len(places), 4))
-        if len(places) <= 4
-    ] or [[place] for place in places]
-    for ranks in range(1, len(placement) + 1):
-        for which in [*some, list(places)]:
-            held = [sorted(stages) for stages in placement[:ranks]]
-            yield tuple(sorted(stages[place] for stages in held for place in which if place < len(stages)))
 
 
 def best_choice(
