@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from sternway.errors import ScheduleError
-from sternway.schedule._costs import EPSILON
+from sternway.schedule._costs import EPSILON, Placement
 from sternway.schedule._schedule import Schedule
 from sternway.schedule.named._make import make
 from sternway.schedule.search._clock import Times, clock
@@ -48,21 +48,24 @@ def half_of(progress: Progress | None, half: int) -> Progress | None:
     return lambda done, total: progress(1000 * half + 1000 * done // total, 2000)
 
 
-def named(problem: Problem, wanted: Iterable[str], stages_per_rank: int | None = None) -> Iterator[Schedule]:
-    """Yield the named schedules that place their stages as the problem does."""
+def named(
+    placement: Placement, microbatches: int, wanted: Iterable[str], stages_per_rank: int | None = None
+) -> Iterator[Schedule]:
+    """Yield the named schedules that place their stages so."""
     for name in wanted:
         try:
-            made = make(name, ranks=problem.ranks, microbatches=problem.microbatches, stages_per_rank=stages_per_rank)
+            made = make(name, ranks=len(placement), microbatches=microbatches, stages_per_rank=stages_per_rank)
         except ScheduleError:  # it does not exist for these numbers
             continue
-        if made.placement == problem.placement:
+        if made.placement == placement:
             yield made
 
 
 def named_words(problem: Problem) -> Iterator[Words]:
     """Yield the named schedules as words to start from, so that no search is worse than one of them."""
     stages_per_rank = problem.num_stages // problem.ranks
-    for made in named(problem, _STARTS.get(stages_per_rank, _LOOPED), stages_per_rank):
+    starts = _STARTS.get(stages_per_rank, _LOOPED)
+    for made in named(problem.placement, problem.microbatches, starts, stages_per_rank):
         yield to_words(made)
 
 

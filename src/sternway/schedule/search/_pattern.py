@@ -59,7 +59,7 @@ def repeat(problem: Problem, pattern: Pattern) -> Words:
 
 def _stretches(problem: Problem) -> Iterator[tuple[float, float]]:
     """Yield how long F and I wait at every stage, in fractions of a step: slack that avoids clashes."""
-    if problem.num_stages > 24:
+    if problem.num_stages > 24 or problem.recompute:  # of which several are solved
         return iter([(0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (0.25, 0.25)])
     return iter([(up, down) for up in _STRETCHES for down in _STRETCHES])
 

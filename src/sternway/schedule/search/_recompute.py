@@ -10,7 +10,7 @@ is usual, pays for memory where there is enough (arXiv 2402.16831 and others fin
           r  r  .  .       36         37        the best
           r  .  .  .       38          -        cannot be better: not searched
 
-The two uniform choices are always searched, so that the result is never worse than either.
+Large problems are not all searched: those that look best at a glance are.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from sternway.schedule.search._lower_bound import bound
 from sternway.schedule.search._problem import Limit, Problem, resolve
 
 _TINY = 32  # stages times microbatches: up to this, every choice is searched that its bound does not rule out
-_GLANCES, _SEARCHED = 8, 1  # of larger problems, how many choices are looked at, and how many searched
+_GLANCES, _SEARCHED = 12, 2  # of larger problems, how many choices are looked at, and how many searched
 
 
 def best_choice(
@@ -51,17 +51,13 @@ def best_choice(
             problem = error
     if not least:
         raise problem
-    everything = tuple(range(sum(map(len, placement))))
-    uniform = [choice for choice in ((), everything) if choice in least]
-    others = sorted(least.keys() - set(uniform), key=lambda choice: (least[choice], len(choice), choice))
-    if len(everything) * microbatches > _TINY:
-        others = _promising(others, least, posed)
+    order = sorted(least, key=lambda choice: (least[choice], len(choice), choice))
+    if sum(map(len, placement)) * microbatches > _TINY:
+        order = _promising(order, least, posed)
     found: list[tuple[tuple[float, float], int, Schedule]] = []
-    for number, choice in enumerate([*uniform, *others]):
-        # A named schedule may run I and W of a recomputed stage apart: then its bound is another.
-        proven = bound(posed(recompute=choice, whole=False)) if choice in uniform else least[choice]
-        if not found or proven < min(found, key=_rank)[0][0] * (1 - EPSILON):
-            plan = find(choice, _part(progress, number, len(uniform) + len(others)))
+    for number, choice in enumerate(order):
+        if not found or least[choice] < min(found, key=_rank)[0][0] * (1 - EPSILON):
+            plan = find(choice, _part(progress, number, len(order)))
             found.append((length(plan, costs), len(choice), plan))
     if progress is not None:
         progress(1, 1)

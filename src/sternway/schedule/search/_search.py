@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from sternway.schedule._costs import Costs
+from sternway.schedule._costs import Costs, Placement
 from sternway.schedule._schedule import Schedule, checked_stages
 from sternway.schedule._simulate import simulate
 from sternway.schedule.named._make import names
@@ -84,7 +84,11 @@ def search(
     find = partial(_plan, costs, ranks=ranks, microbatches=microbatches, limit=limit, stages_per_rank=stages_per_rank)
     if recompute != "auto":
         return find(checked_stages("recompute", recompute, ranks * stages_per_rank), progress)
-    return best_choice(costs, place(ranks, stages_per_rank), microbatches, limit, find, progress)
+    placement = place(ranks, stages_per_rank)
+    plans = [best_choice(costs, placement, microbatches, limit, find, progress)]
+    for same in ((), tuple(range(ranks * stages_per_rank))):
+        plans += _named_within(costs, placement, microbatches, limit, same)
+    return _best(plans, costs)
 
 
 def _plan(
@@ -111,10 +115,22 @@ def _plan(
     name = {1: "search", 2: "search-v"}.get(stages_per_rank, "search-looped")
     if costs.B is None and not recompute:
         return to_schedule(problem, solve(problem, progress), name)
-    plans = [replace(plan, recompute=recompute) for plan in named(problem, names())]
-    plans = [plan for plan in plans if within(simulate(plan, costs), limit)]
+    plans = _named_within(costs, problem.placement, microbatches, limit, recompute)
     plans.append(to_schedule(problem, solve(problem, half_of(progress, 0)), name))
     if costs.B is not None:
         each = posed(joined=True)
         plans.append(to_schedule(each, solve(each, half_of(progress, 1)), name))
+    return _best(plans, costs)
+
+
+def _named_within(
+    costs: Costs, placement: Placement, microbatches: int, limit: Limit, recompute: tuple[int, ...]
+) -> list[Schedule]:
+    """Return the named schedules that place their stages so, and stay within the limit if these are recomputed."""
+    plans = (replace(plan, recompute=recompute) for plan in named(placement, microbatches, names()))
+    return [plan for plan in plans if within(simulate(plan, costs), limit)]
+
+
+def _best(plans: list[Schedule], costs: Costs) -> Schedule:
+    """Return the shortest, with I and W joined where that helps; among equals, the first."""
     return min((fuse(plan, costs) for plan in plans), key=lambda plan: length(plan, costs))
