@@ -190,7 +190,6 @@ def run_within(rank: int, todo: list[tuple[float, int, Schedule, list[str]]]) ->
         pipe.close()
 
 
-@pytest.mark.dist
 def test_sixteen_blocks_under_less_and_less_memory() -> None:
     found = plans()
     sizes = [len(plan.recompute) / plan.num_stages for _, _, plan, _ in found]

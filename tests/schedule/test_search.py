@@ -17,7 +17,8 @@ from sternway.schedule.search._hunt import named_words
 from sternway.schedule.search._improve import improve
 from sternway.schedule.search._list_schedule import Priorities, list_schedule, refill
 from sternway.schedule.search._pattern import patterns, repeat
-from sternway.schedule.search._problem import Problem, peaks, pose, resolve, to_schedule, to_words
+from sternway.schedule.search._problem import Problem, pose, resolve
+from sternway.schedule.search._words import peaks, to_schedule, to_words
 
 ROWS = json.loads((Path(__file__).parents[1] / "data" / "zero_bubble.json").read_text())["rows"]
 

@@ -12,7 +12,8 @@ from sternway.schedule.search._clock import clock
 from sternway.schedule.search._exact import branch_and_bound
 from sternway.schedule.search._list_schedule import Priorities, list_schedule
 from sternway.schedule.search._lower_bound import bound
-from sternway.schedule.search._problem import fits, place, pose
+from sternway.schedule.search._problem import place, pose
+from sternway.schedule.search._words import fits
 
 
 def optimum(costs, *, ranks, microbatches, memory_limit, stages_per_rank=1, works=None):

@@ -79,8 +79,8 @@ class Pipeline:
         memory_limit: how many microbatches' activations a rank may keep, as F leaves them; for "auto", twice the ranks
             by default, of what I leaves if that is more.
         memory: what each rank has: bytes, or text such as "20GB". What a plan holds is counted as by ``fit``, AdamW's
-            state included; "auto" takes the fastest plan within it, and computes blocks again if it must. If none fits,
-            or the named schedule does not, that is an error. Needs ``sample``.
+            state included; "auto" takes the fastest plan within it, and recomputes the blocks of some stages if it
+            must; a named schedule recomputes as few as it can. If none fits, that is an error. Needs ``sample``.
         ranks: the number of ranks; the transport's by default.
         transport: ``DistTransport()`` over all processes by default.
         tied: groups of names of parameters that are one parameter: gradients are summed, values kept equal.

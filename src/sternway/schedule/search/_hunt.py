@@ -22,7 +22,8 @@ from sternway.schedule.search._knobs import Knobs, grid, near
 from sternway.schedule.search._list_schedule import Priorities, list_schedule, refill
 from sternway.schedule.search._lower_bound import bound
 from sternway.schedule.search._pattern import patterns, repeat
-from sternway.schedule.search._problem import Problem, Words, fits, to_words
+from sternway.schedule.search._problem import Problem, Words
+from sternway.schedule.search._words import fits, to_words
 
 Progress = Callable[[int, int], None]
 

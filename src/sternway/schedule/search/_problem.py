@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import OPS, Action
 from sternway.schedule._costs import EPSILON, Costs, Placement
-from sternway.schedule._depends import KIND, feeds
-from sternway.schedule._schedule import Schedule, check_size, looped_placement, stage_ranks, v_placement
+from sternway.schedule._depends import feeds
+from sternway.schedule._schedule import check_size, looped_placement, stage_ranks, v_placement
 from sternway.schedule._timeline import Timeline
 
 Words: TypeAlias = list[list[int]]
@@ -261,57 +260,7 @@ def place(ranks: int, stages_per_rank: int) -> Placement:
     return v_placement(ranks) if stages_per_rank == 2 else looped_placement(ranks, stages_per_rank)
 
 
-def to_schedule(problem: Problem, words: Words, name: str) -> Schedule:
-    """Return words as a schedule, with numbered microbatches; a recomputed stage has B instead of I and W."""
-    counts = [0] * (3 * problem.num_stages)
-    lines = []
-    for word in words:
-        line = []
-        for step in word:
-            stage, op = step // 3, OPS[step % 3]
-            if stage not in problem.recompute:
-                line.append(Action(stage, op, counts[step]))
-            elif op != "W":
-                line.append(Action(stage, "F" if op == "F" else "B", counts[step]))
-            counts[step] += 1
-        lines.append(tuple(line))
-    return Schedule(name, problem.microbatches, problem.placement, tuple(lines), problem.recompute)
-
-
-def to_words(schedule: Schedule) -> Words:
-    """Return a schedule's order as words, with each B as I and W, and each overlapped pair as its two actions.
-
-    Every action then ends no later than it did, and memory is the same.
-    """
-    words = []
-    for steps in schedule.actions:
-        word: list[int] = []
-        for action in (action for step in steps for action in step.actions):
-            step = 3 * action.stage + KIND[action.op]
-            word += (step, step + 1) if action.op == "B" else (step,)
-        words.append(word)
-    return words
-
-
 def within(timeline: Timeline, limit: Limit) -> bool:
     """Return whether no rank of a timeline ever holds more than its limit."""
     limits = limit if isinstance(limit, Sequence) else [limit] * len(timeline.peaks)
     return all(peak <= most + EPSILON for peak, most in zip(timeline.peaks, limits, strict=True))
-
-
-def peaks(problem: Problem, words: Words) -> list[float]:
-    """Return the most that each rank holds at once."""
-    change, found = problem.change, []
-    for word in words:
-        held = peak = 0.0
-        for step in word:
-            held += change[step]
-            if held > peak:
-                peak = held
-        found.append(peak)
-    return found
-
-
-def fits(problem: Problem, words: Words) -> bool:
-    """Return whether no rank ever holds more than its limit."""
-    return all(peak <= limit + EPSILON for peak, limit in zip(peaks(problem, words), problem.limit, strict=True))

@@ -23,16 +23,9 @@ from sternway.schedule._simulate import simulate
 from sternway.schedule.named._make import names
 from sternway.schedule.search._fuse import fuse, length
 from sternway.schedule.search._hunt import Progress, half_of, named, solve
-from sternway.schedule.search._problem import (
-    Limit,
-    check_arguments,
-    limit_of,
-    place,
-    pose,
-    to_schedule,
-    within,
-)
+from sternway.schedule.search._problem import Limit, check_arguments, limit_of, place, pose, within
 from sternway.schedule.search._recompute import best_choice
+from sternway.schedule.search._words import to_schedule
 
 
 def search(
