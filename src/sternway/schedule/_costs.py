@@ -30,6 +30,7 @@ _PER_STAGE = (
     "B",
     "gather",
     "reduce",
+    "offload",
     "memory_after_F",
     "memory_after_I",
     "memory_input",
@@ -59,6 +60,7 @@ class StageCosts:
     gather: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
     gathered: tuple[float, ...] = ()
+    offload: tuple[float, ...] = ()
 
     def of(self, op: str, stage: int) -> float:
         """Return the time that ``op`` of ``stage`` takes."""
@@ -112,6 +114,8 @@ class Costs:
         static_bytes: what a rank holds anyway, in bytes: parameters, their gradients, the optimizer's state.
         gather: time to gather a rank's sharded parameters; one number, or one for each stage. Beside computation.
         reduce: time to reduce the gradients of sharded parameters; one number, or one for each stage.
+        offload: time to move what F of a microbatch keeps on a rank to the host, or back; one number, or one for each
+            stage. Beside computation, one at a time in each direction.
         memory_gathered: what a rank's gathered parameters take, in what one microbatch's forward keeps.
         memory_after_F: what F keeps, in units of memory; pass one number for each stage if stages are not equal.
         memory_input: what F of a recomputed stage keeps, in units; one number, or one for each stage.
@@ -136,6 +140,7 @@ class Costs:
     memory_after_F: float | Sequence[float] = 1.0  # noqa: N815 - the paper's letter
     memory_input: float | Sequence[float] = 0.0
     memory_again: float | Sequence[float] | None = None
+    offload: float | Sequence[float] = 0.0
 
     def __post_init__(self) -> None:
         lengths: dict[str, int] = {}
@@ -241,6 +246,7 @@ class Costs:
             gather=resolve("gather"),
             reduce=resolve("reduce"),
             gathered=resolve("memory_gathered"),
+            offload=resolve("offload"),
         )
         if not recompute:
             return plain

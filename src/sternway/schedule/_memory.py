@@ -1,19 +1,21 @@
 """How much a rank keeps at each step. That depends on the order of its actions only, not on their times.
 
 Each stage has its own amounts: what its F keeps until I, what I leaves until W, what a backward takes while it runs (a
-recomputed stage then has its activations again), and what its parameters take from UNSHARD to RESHARD. What F keeps
-counts from the start of F. What a backward frees counts until its end, so an overlapped pair has both at once.
+recomputed stage then has its activations again), and what its parameters take from UNSHARD to RESHARD. Between OFFLOAD
+and RELOAD a microbatch takes nothing. What F keeps counts from the start of F. What a backward frees counts until its
+end, so an overlapped pair has both at once.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from sternway.schedule._action import Upkeep
+from sternway.schedule._action import MOVES, Upkeep
 from sternway.schedule._costs import Costs
 
 if TYPE_CHECKING:
     from sternway.schedule._schedule import Schedule
 
+_SIGN = {"UNSHARD": 1, "RESHARD": -1, "REDUCE_GRAD": 0, "OFFLOAD": -1, "RELOAD": 1}
 _DIGITS = 12  # thirds and the like must not drift
 
 
@@ -66,7 +68,8 @@ def kept_steps(
             else:
                 during += works[action.stage] if works is not None else 0
                 level += rest - whole if action.op == "I" else -whole
-        if isinstance(step, Upkeep) and gathered is not None:
-            level += {"UNSHARD": 1, "RESHARD": -1}.get(step.op, 0) * gathered[step.stage]
+        if isinstance(step, Upkeep):
+            amount = after_f[step.stage] if step.op in MOVES else gathered[step.stage] if gathered is not None else 0
+            level += _SIGN[step.op] * amount
             during = max(during, level)
         yield during, level

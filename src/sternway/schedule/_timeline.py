@@ -160,10 +160,12 @@ class Timeline:
 
     def _curve(self, rank: int, levels: Iterator[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
         curve = [(0.0, 0.0)]
-        clock = 0.0  # of the rank, which does not wait for upkeep
+        clock = 0.0  # of the rank, which waits for no upkeep but OFFLOAD
         for event, (during, after) in zip(self.events[rank], levels, strict=True):
-            begin = clock if isinstance(event.action, Upkeep) else event.start
-            clock = clock if isinstance(event.action, Upkeep) else event.end
+            if isinstance(event.action, Upkeep):
+                begin = clock = max(clock, event.end) if event.action.op == "OFFLOAD" else clock
+            else:
+                begin, clock = event.start, event.end
             for time, level in ((begin, during), (clock, after)):
                 if time == curve[-1][0]:  # what is freed and taken at the same time was never free
                     curve.pop()

@@ -27,6 +27,8 @@ _FILL = {
     "again": "#56B4E9",
     "UNSHARD": "#0072B2",
     "REDUCE_GRAD": "#000000",
+    "OFFLOAD": "#0072B2",
+    "RELOAD": "#D55E00",
 }
 _MEANING = {
     "F": "forward",
@@ -37,6 +39,8 @@ _MEANING = {
     "again": "bar at the top: forward again",
     "UNSHARD": "gathers parameters",
     "REDUCE_GRAD": "reduces gradients",
+    "OFFLOAD": "moves away",
+    "RELOAD": "comes back",
 }
 _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
@@ -159,11 +163,12 @@ def _box(timeline: Timeline, page: _Axes, event: Event, top: float) -> str:
 
 
 def _bar(page: _Axes, event: Event, top: float) -> str:
-    """What the link of a rank carries."""
+    """What a link of a rank carries; what comes back is above what leaves, since both may be at once."""
+    foot = top + _BOX - _LINK * (2 if _kind(event) == "RELOAD" else 1)
     x, width = page.x(event.start), (event.end - event.start) * page.scale
     tip = f"{event.action}: {event.start:g} to {event.end:g}"
     return (
-        f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{top + _BOX - _LINK}" width="{width:.2f}" '
+        f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{foot:.0f}" width="{width:.2f}" '
         f'height="{_LINK}" fill="{_FILL[_kind(event)]}"/></g>'
     )
 
