@@ -9,7 +9,7 @@ from sternway import schedule
 from sternway.errors import ScheduleError
 from sternway.schedule import Action, Costs, Upkeep, from_json, make, offloaded
 
-COSTS = Costs(F=1.0, I=1.0, W=1.0, comm=0.1, offload=0.5)
+COSTS = Costs(F=1.0, I=1.0, W=1.0, comm=0.1, memory_after_I=0.2, offload=0.5)
 
 
 def read(text):
@@ -59,7 +59,7 @@ def test_moves_of_a_direction_follow_each_other():
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b"])
-@pytest.mark.parametrize("share", [0.75, 0.5])
+@pytest.mark.parametrize("share", [0.75, 0.55])
 def test_any_schedule_within_less_memory(name, share):
     plain = make(name, ranks=4, microbatches=8)
     before = plain.simulate(COSTS)
@@ -67,7 +67,7 @@ def test_any_schedule_within_less_memory(name, share):
     s = offloaded(plain, COSTS, memory_limit=limit).check(memory_limit=limit, costs=COSTS)
     t = s.simulate(COSTS)
     assert t.peak_memory <= limit + 1e-9
-    assert 0 < moves(s)
+    assert moves(s) > 0
     assert t.span >= before.span - 1e-9
     assert offloaded(s, COSTS, memory_limit=before.peak_memory) == plain
     for steps, old in zip(s.actions, plain.actions, strict=True):

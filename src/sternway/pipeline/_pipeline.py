@@ -24,6 +24,8 @@ from sternway.pipeline.build._checks import (
     check_recompute,
     check_weights,
     checked_skips,
+    is_sharded,
+    offload_policy,
 )
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._sharding import ShardFn, shard_stages, whole_state, with_upkeep
@@ -96,6 +98,8 @@ class Pipeline:
         chunk: how inputs and targets are cut: ``Chunk(dim)``, ``Presplit()`` or ``Replicate()``.
         dynamic: the shapes of stages' outputs may change from step to step even if those of the batch do not.
         saved: a policy of ``sternway.saved`` for what the stages save in F, or a function from a stage's index to one.
+        offload_to: a folder on a disk for what a schedule with OFFLOAD moves; the host's memory by default, which a GPU
+            has beside its own.
         scaler: scales the loss, for gradients in float16.
         reduce_dtype: sum the gradients of tied parameters and of copies in this dtype; in their own by default.
         heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to watch for none.
@@ -141,6 +145,7 @@ class Pipeline:
         chunk: ChunkSpec = Chunk(0),  # noqa: B008 - frozen, so safely shared
         dynamic: bool = False,
         saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None = None,
+        offload_to: str | Path | None = None,
         scaler: GradScaler | None = None,
         reduce_dtype: torch.dtype | None = None,
         heartbeat_timeout: float = 30,
@@ -178,7 +183,9 @@ class Pipeline:
         if self._plan.cut is not None and self.transport.mine:
             self._plan.cut.release(set(self._plan.modules))
         shard_stages(self._plan, shard, grid, self.transport)
-        self.stages = make_stages(self._plan, loss_fn, saved, scaler, cuda_graphs)
+        sharded = shard is not None or (mesh is not None and any(map(is_sharded, self._plan.modules.values())))
+        offload = offload_policy(self._plan.schedule, offload_to, self.transport.device, cuda_graphs, sharded)
+        self.stages = make_stages(self._plan, loss_fn, saved, scaler, cuda_graphs, offload)
         first = with_upkeep(self._plan.schedule, self.stages, grid, gathered, self.transport, cuda_graphs)
         self.profile = self._plan.profile
         ranks_here = self.transport.mine or tuple(range(ranks))

@@ -23,7 +23,8 @@ from sternway.schedule._memory import peak
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._simulate import simulate
 
-_WAYS = ((1, 1), (0, 1), (1, 0), (0, 0))  # how many F after the next may begin before it is gone, and steps ahead
+_WAYS = ((1, 1), (0, 1), (-1, 1), (1, 0), (0, 0), (-1, 0))
+"""How many F may run before it is gone, -1 for no step at all; and how many steps ahead it comes back."""
 
 
 def offloaded(schedule: Schedule, costs: Costs, *, memory_limit: float | Sequence[float]) -> Schedule:
@@ -117,7 +118,7 @@ def _placed(
     before: dict[int, list[Step]] = {}
     for (stage, number), (begun, turned) in moved.items():
         later = [index for index in forwards if begun < index < turned]
-        gone = later[min(way[0], len(later) - 1)] if later else begun + 1
+        gone = later[min(way[0], len(later) - 1)] if later and way[0] >= 0 else begun + 1
         back = max(gone, turned - way[1])
         before.setdefault(gone, []).append(Upkeep(stage, "OFFLOAD", number))
         before.setdefault(back, []).append(Upkeep(stage, "RELOAD", number))

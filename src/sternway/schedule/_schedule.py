@@ -116,6 +116,11 @@ class Schedule:
             f"stage must be 0 to {self.num_stages - 1}", got=str(stage), fix="pass a stage that the schedule has"
         )
 
+    def moved(self, rank: int) -> frozenset[tuple[int, int]]:
+        """Return (stage, microbatch) of what a rank offloads."""
+        moves = (step for step in self.actions[rank] if isinstance(step, Upkeep) and step.op == "OFFLOAD")
+        return frozenset((step.stage, step.microbatch) for step in moves if step.microbatch is not None)
+
     def runs_again(self, step: Action | Overlap | Upkeep) -> bool:
         """Return whether a step runs a forward again: I or B of a stage that is recomputed."""
         return any(action.is_backward and action.stage in self.recompute for action in step.actions)

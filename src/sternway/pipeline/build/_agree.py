@@ -17,6 +17,7 @@ from sternway.pipeline.step._stage import LossFn, Stage
 from sternway.pipeline.step._tuner import Tuner
 from sternway.pipeline.transport._facts import checksum
 from sternway.pipeline.transport._transport import Transport
+from sternway.saved import Offload
 from sternway.schedule import Costs
 
 
@@ -51,6 +52,7 @@ def make_stages(
     saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None,
     scaler: GradScaler | None,
     cuda_graphs: bool = False,
+    offload: Callable[[], Offload] | None = None,
 ) -> dict[int, Stage]:
     """The stages of a plan that are here."""
     last = plan.schedule.num_stages - 1
@@ -64,6 +66,7 @@ def make_stages(
             scale=None if scaler is None else scaler.scale,
             cuda_graphs=cuda_graphs,
             recompute=plan.cut is None and index in plan.schedule.recompute,
+            offload=offload,
         )
         for index, module in sorted(plan.modules.items())
     }

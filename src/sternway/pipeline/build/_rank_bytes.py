@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sternway.pipeline.build._weigh import StageWeight
-from sternway.schedule import Schedule
+from sternway.schedule import Schedule, Upkeep
 
 OPTIMIZERS = {"none": 0.0, "sgd": 0.0, "momentum": 1.0, "adam": 2.0, "adamw": 2.0}
 """How many times the bytes of the parameters that it trains an optimizer keeps."""
@@ -49,10 +49,15 @@ def rank_bytes(plan: Schedule, weights: Sequence[StageWeight], optimizer: float)
 def _of_rank(plan: Schedule, rank: int, weights: Sequence[StageWeight], optimizer: float) -> RankBytes:
     mine = [weights[stage] for stage in plan.placement[rank]]
     held, most = 0, (0, 0)
-    for action in (action for step in plan.actions[rank] for action in step.actions):
-        each = weights[action.stage].actions[action.op]
-        most = max(most, (held + each.peak, held))
-        held += each.left
+    for step in plan.actions[rank]:
+        if isinstance(step, Upkeep) and step.microbatch is not None:
+            kept = weights[step.stage].actions["F"].left
+            held += -kept if step.op == "OFFLOAD" else kept
+            most = max(most, (held, held))
+        for action in step.actions:
+            each = weights[action.stage].actions[action.op]
+            most = max(most, (held + each.peak, held))
+            held += each.left
     gradients = sum(each.gradients for each in mine)
     messages = _MESSAGES * max(each.message for each in mine)
     return RankBytes(

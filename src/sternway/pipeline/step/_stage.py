@@ -29,6 +29,7 @@ from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._shards import StageShards
 from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
 from sternway.pipeline.transport._routes import MAIN
+from sternway.saved import Offload
 
 __all__ = ["LossFn", "Stage", "WithSkips", "named_parameters"]
 
@@ -71,10 +72,12 @@ class Stage:
         scale: Callable[[Tensor], Tensor] | None = None,
         cuda_graphs: bool = False,
         recompute: bool = False,
+        offload: Callable[[], Offload] | None = None,
     ) -> None:
         self._scale = scale
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
         self._saved = saved or nullcontext()
+        self._offload, self._movers = offload, dict[int, Offload]()
         self.shards = StageShards.of(module, is_first=index == 0, is_last=is_last)
         if isinstance(module, ModelPart):
             module.uses_own_loss = is_last and loss_fn is None
@@ -90,11 +93,26 @@ class Stage:
         self._weighed = WeighedLoss()
 
     def forward(
-        self, number: int, microbatch: Microbatch, received: dict[str, Payload], keep_output: bool
+        self,
+        number: int,
+        microbatch: Microbatch,
+        received: dict[str, Payload],
+        keep_output: bool,
+        offload: bool = False,
     ) -> dict[str, Payload]:
-        """F: call the module with what arrived, or with the microbatch; returns what to send, by channel."""
-        with self._saved:
+        """F: call the module with what arrived, or with the microbatch; returns what to send, by channel.
+
+        With ``offload``, what it keeps leaves the device; ``mover`` has it.
+        """
+        with self._saved, self.mover(number) if offload else nullcontext():
             return self._forward(number, microbatch, received, keep_output)
+
+    def mover(self, number: int) -> Offload:
+        """What moves the activations of a microbatch; the same in every step, since it keeps its buffers."""
+        if number not in self._movers:
+            assert self._offload is not None, "a pipeline with such a schedule has it"
+            self._movers[number] = self._offload()
+        return self._movers[number]
 
     def _forward(
         self, number: int, microbatch: Microbatch, received: dict[str, Payload], keep_output: bool
