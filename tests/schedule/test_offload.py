@@ -113,6 +113,18 @@ def test_no_other_places_of_the_same_moves_are_shorter_in_a_tiny_case():
     assert offloaded(plain, costs, memory_limit=limit).simulate(costs).span == pytest.approx(best)
 
 
+@pytest.mark.parametrize("recompute", [(), "auto"])
+@pytest.mark.parametrize("time", [0.1, 3.0])
+def test_the_search_moves_microbatches_where_that_is_shorter(time, recompute):
+    costs = Costs(F=1.0, I=1.0, W=1.0, memory_input=0.1, offload=time)
+    numbers = {"ranks": 2, "microbatches": 5, "memory_limit": 1.2, "recompute": recompute}
+    found = schedule.search(costs, **numbers, offload=True)
+    t = found.check(memory_limit=1.2, costs=costs).simulate(costs)
+    assert t.span <= schedule.search(costs, **numbers).simulate(costs).span + 1e-9
+    assert bool(moves(found)) == (time < 1.0)
+    assert found.name.endswith("-offloaded") == bool(moves(found))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -12,12 +12,15 @@ Which stages are recomputed is chosen in ``_recompute``: there is one such searc
 does not rule out.
 """
 
+import math
 from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Literal
 
+from sternway.errors import ScheduleError
 from sternway.schedule._costs import Costs, Placement
+from sternway.schedule._offload import offloaded
 from sternway.schedule._schedule import Schedule, checked_stages
 from sternway.schedule._simulate import simulate
 from sternway.schedule.named._make import names
@@ -37,6 +40,7 @@ def search(
     memory: int | str | None = None,
     stages_per_rank: int = 1,
     recompute: Collection[int] | Literal["auto"] = (),
+    offload: bool = False,
     progress: Progress | None = None,
 ) -> Schedule:
     """Return the best schedule found for these costs that stays within the memory limit.
@@ -62,6 +66,8 @@ def search(
             r, r + ranks, r + 2 ranks, ...
         recompute: the stages that keep their inputs alone and run their forward again; or "auto" to choose them, too:
             the fastest choice within the limit. ``costs.memory_input`` and ``costs.memory_again`` say what that needs.
+        offload: whether microbatches may be moved to the host and back (``offloaded``), for ``costs.offload`` each; the
+            shortest plan with or without it is returned. ``lower_bound`` does not hold for such plans.
         progress: called with (done, total) during the search.
 
     Returns:
@@ -75,13 +81,26 @@ def search(
     limit = limit_of(costs, memory_limit, memory)
     check_arguments(costs, ranks, microbatches, limit, stages_per_rank)
     find = partial(_plan, costs, ranks=ranks, microbatches=microbatches, limit=limit, stages_per_rank=stages_per_rank)
-    if recompute != "auto":
-        return find(checked_stages("recompute", recompute, ranks * stages_per_rank), progress)
     placement = place(ranks, stages_per_rank)
-    plans = [best_choice(costs, placement, microbatches, limit, find, progress)]
-    for same in ((), tuple(range(ranks * stages_per_rank))):
-        plans += _named_within(costs, placement, microbatches, limit, same)
-    return _best(plans, costs)
+    everything = tuple(range(ranks * stages_per_rank))
+    uniform = [(), everything] if recompute == "auto" else [checked_stages("recompute", recompute, len(everything))]
+    plans: list[Schedule] = []
+    if offload:
+        for same in uniform:
+            ample = find(same, None, limit=math.inf)
+            for plan in (ample, *_named_within(costs, placement, microbatches, math.inf, same)):
+                plans += _moved(plan, costs, limit)
+    try:
+        if recompute == "auto":
+            plans.append(best_choice(costs, placement, microbatches, limit, find, progress))
+            for same in uniform:
+                plans += _named_within(costs, placement, microbatches, limit, same)
+        else:
+            plans.append(find(uniform[0], progress))
+    except ScheduleError:  # not even one microbatch stays
+        if not plans:
+            raise
+    return plans[0] if len(plans) == 1 else _best(plans, costs)
 
 
 def _plan(
@@ -122,6 +141,15 @@ def _named_within(
     """Return the named schedules that place their stages so, and stay within the limit if these are recomputed."""
     plans = (replace(plan, recompute=recompute) for plan in named(placement, microbatches, names()))
     return [plan for plan in plans if within(simulate(plan, costs), limit)]
+
+
+def _moved(plan: Schedule, costs: Costs, limit: Limit) -> list[Schedule]:
+    """Return the plan with microbatches moved so that it is within the limit, if it can be."""
+    try:
+        made = offloaded(fuse(plan, costs), costs, memory_limit=limit)
+    except ScheduleError:
+        return []
+    return [replace(made, name=f"{made.name}-offloaded")]
 
 
 def _best(plans: list[Schedule], costs: Costs) -> Schedule:
