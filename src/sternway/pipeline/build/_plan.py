@@ -47,8 +47,11 @@ class BuildPlan:
     room: Room | None = None
 
     def peak_bytes(self) -> list[int] | None:
-        """The most bytes of activations that each rank holds at once by this plan, if they were measured."""
-        if self.profile is None:
+        """The most bytes of activations that each rank holds at once by this plan, if they were measured.
+
+        None with stages that are recomputed, which were measured as they are otherwise.
+        """
+        if self.profile is None or self.schedule.recompute:
             return None
         curves = self.schedule.simulate().memory_of(self.profile.bytes_after_F, self.profile.bytes_after_I)
         return [int(max(level for _, level in curve)) for curve in curves]
