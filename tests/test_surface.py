@@ -50,6 +50,7 @@ SURFACE = {
     ],
     "sternway.split": [
         "Captured",
+        "CapturedStep",
         "CompiledGraph",
         "CompiledGraphs",
         "CompiledNode",
@@ -63,6 +64,7 @@ SURFACE = {
         "Product",
         "backward_input",
         "capture",
+        "capture_step",
         "inspect",
         "install",
         "kinds",

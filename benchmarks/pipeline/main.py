@@ -144,7 +144,10 @@ def torch_row(name: str, rank: int, case: Case) -> Iterator[Step]:
 
 @dataclass
 class OurRow:
-    """By a schedule of ours. What "auto" kept in the first round, after its trials, stays."""
+    """By a schedule of ours. What "auto" kept in the first round, after its trials, stays.
+
+    A name that ends in "+graphs" runs its stages as CUDA graphs.
+    """
 
     name: str
     case: Case
@@ -156,9 +159,11 @@ class OurRow:
     @contextmanager
     def build(self) -> Iterator[Step]:
         case, (x, target) = self.case, self.case.batch()
-        known = self.name != "auto" or self.schedule is not None
+        name, graphs, _ = self.name.partition("+graphs")
+        known = name != "auto" or self.schedule is not None
         pipe = pipeline.Pipeline(
-            case.model(), schedule=self.schedule or self.name, n_microbatches=case.microbatches, loss_fn=F.mse_loss,
+            case.model(), schedule=self.schedule or name, n_microbatches=case.microbatches, loss_fn=F.mse_loss,
+            cuda_graphs=bool(graphs),
             sample=None if known else x[: case.rows], sample_target=None if known else target[: case.rows],
         )  # fmt: skip
         with closing(pipe):
@@ -284,7 +289,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps that follow each other in one timing")
     parser.add_argument("--dims", default=None)
     parser.add_argument("--limit", type=float, default=600, help="after so many seconds, GPU ranks say where they hang")
-    parser.add_argument("--ours", default=",".join(OURS))
+    parser.add_argument("--ours", default=",".join(OURS), help="schedules; NAME+graphs runs stages as CUDA graphs")
     parser.add_argument("--torchs", default=",".join(TORCH))
     arguments = parser.parse_args()
     dims = arguments.dims or ("2048" if arguments.device == "cuda" else "64,256,512")

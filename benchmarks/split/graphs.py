@@ -56,8 +56,12 @@ def measure_graphs(name: str, model: nn.Module, x: Tensor, rounds: int, compiled
 
 
 def _ways(model: nn.Module, x: Tensor, compiled: bool) -> dict[str, tuple[Callable[[], None], nn.Module]]:
-    """By name, one microbatch's F and backward, and the model whose gradients it adds to."""
-    grad = torch.randn_like(x)
+    """By name, one microbatch's F and backward, and the model whose gradients it adds to.
+
+    Each way has a model of its own: graphs add to a ``.grad`` that is theirs, and take a pass more for one that is not.
+    """
+    with torch.no_grad():
+        grad = torch.randn_like(model(x))
 
     def fused() -> None:
         model(x).backward(grad)
@@ -69,8 +73,9 @@ def _ways(model: nn.Module, x: Tensor, compiled: bool) -> dict[str, tuple[Callab
         return step
 
     x = x.requires_grad_()
-    ways = {"fused": (fused, model), "split": (split_by(model), model)}
-    ways["captured"] = split_by(split.capture(model, x)), model
+    eager, captured = copy.deepcopy(model), copy.deepcopy(model)
+    ways = {"fused": (fused, model), "split": (split_by(eager), eager)}
+    ways["captured"] = split_by(split.capture(captured, x)), captured
     if not compiled:
         return ways
     ours, theirs = copy.deepcopy(model), copy.deepcopy(model)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from called_graphs import CalledForm, CalledSet
 from torch import Tensor, nn
 
 from compare import assert_same_grads, twin
@@ -19,64 +20,6 @@ from sternway.errors import PendingError, SplitError
 from sternway.split.captured import _capture
 from sternway.split.captured._form import CallForm
 from sternway.split.captured._grads import GradBuffers
-from sternway.split.captured._graphs import Outputs
-from sternway.split.captured._look import TensorAttributes, Uncapturable
-
-
-class CalledSet:
-    """Does what a set of graphs does, with a copy of the module that has the same memory and no hooks."""
-
-    def __init__(self, module: nn.Module, tensors: list[Tensor], grads: GradBuffers) -> None:
-        self._module = copy.deepcopy(module)
-        self._places = []
-        for mine, parameter in zip(self._module.parameters(), module.parameters(), strict=True):
-            mine.data = parameter.data
-            if parameter.requires_grad:
-                self._places.append((mine, grads._places[id(parameter)].buffer))
-        self.wanted = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
-        made = Outputs(self._module(*tensors))
-        self.tree, self.needing = made.tree, made.needing
-        self.lease: Any = None
-
-    @property
-    def is_free(self) -> bool:
-        return self.lease is None or self.lease() is None
-
-    def forward(self, tensors: list[Tensor]) -> list[Tensor]:
-        self._inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-        with torch.enable_grad():
-            self._made = Outputs(self._module(*self._inputs))
-        return [t.detach().clone() for t in self._made.tensors]
-
-    def backward_input(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        roots = [self._made.tensors[index] for index in self.needing]
-        arriving = [torch.zeros_like(r) if grad is None else grad for r, grad in zip(roots, grads, strict=True)]
-        found, self._pending = split.backward_input(roots, arriving, [self._inputs[i] for i in self.wanted])
-        return list(found)
-
-    def backward_weight(self) -> None:
-        for parameter, buffer in self._places:
-            parameter.grad = buffer
-        self._pending.run()
-
-
-class CalledForm:
-    def __init__(self, module: nn.Module, _: Any, form: CallForm, tensors: list[Tensor], grads: GradBuffers) -> None:
-        if (kind := form.varying()) is not None:
-            raise Uncapturable(f"an argument is a {kind}, which may change unnoticed")
-        self.form, self.sets = form, []
-        self.trained = [p for p in module.parameters() if p.requires_grad]
-        grads.include(self.trained)
-        self._make = lambda: CalledSet(module, tensors, grads)
-        self.attributes = TensorAttributes(list(module.modules()))
-
-    def capture(self, count: int) -> None:
-        while len(self.sets) < count:
-            self.sets.append(self._make())
-
-    def free_set(self, count: int) -> CalledSet | None:
-        self.capture(count)
-        return next((each for each in self.sets if each.is_free), None)
 
 
 @pytest.fixture(autouse=True)
@@ -327,10 +270,6 @@ def test_hooks_and_policies_run_it_as_it_is() -> None:
     handle.remove()
     stage(torch.randn(3, 6))
     assert len(seen) == 2
-    handle = module[0].weight.register_hook(seen.append)
-    with pytest.warns(UserWarning, match=r"the parameter 0\.weight has hooks"):
-        stage(torch.randn(3, 6))
-    handle.remove()
     with (
         pytest.warns(UserWarning, match="saved-tensor hooks"),
         torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
@@ -338,7 +277,48 @@ def test_hooks_and_policies_run_it_as_it_is() -> None:
         stage(torch.randn(3, 6))
     with torch.no_grad():
         assert stage(torch.randn(3, 6)).grad_fn is None
-    assert len(stage.refusals) == 3
+    assert len(stage.refusals) == 2
+
+
+def test_a_w_that_fails_leaves_gradients_of_parameters_with_hooks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of a state run in W, and may raise."""
+    stage, module, _ = both()
+    module[0].weight.register_hook(lambda grad: None)
+    x, _, grad = microbatch()
+    split.backward_input(stage(x), grad, x)[1].run()
+    before, replay = module[0].weight.grad.clone(), CalledSet.backward_weight
+    _, pending = split.backward_input(stage(x), grad, x)
+
+    def fail(self: CalledSet) -> None:
+        replay(self)
+        raise ValueError("of a function")
+
+    monkeypatch.setattr(CalledSet, "backward_weight", fail)
+    with pytest.raises(ValueError, match="of a function"):
+        pending.run()
+    assert torch.equal(module[0].weight.grad, before)
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["split", "plain"])
+def test_hooks_of_parameters_run(plain: bool) -> None:
+    stage, module, reference = both()
+    seen: list[list[Any]] = [[], []]
+    for each, log in ((module, seen[0]), (reference, seen[1])):
+        each[0].weight.register_hook(lambda grad, log=log: log.append(grad.clone()) or 2 * grad)
+        each[3].bias.register_post_accumulate_grad_hook(lambda p, log=log: log.append(p.grad.clone()))
+    for _ in range(3):
+        x, theirs, grad = microbatch()
+        reference(theirs).backward(grad)
+        if plain:
+            stage(x).backward(grad)
+        else:
+            split.backward_input(stage(x), grad, x)[1].run()
+    assert_same_grads(module, reference)
+    assert stage.refusals == []
+    assert stage.sets == 1
+    by_shape = [sorted(log, key=lambda t: t.ndim) for log in seen]
+    torch.testing.assert_close(*by_shape)
+    assert len(seen[0]) == 6
 
 
 def test_hooks_that_another_thread_sees_first() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from compare import assert_same_grads
 from sternway import split
-from sternway.state import BackwardState
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,15 +39,6 @@ class ReadsHost(nn.Module):
         return x * self.scale[0]
 
 
-class OnGrad(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: Any = BackwardState()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.state.on_grad(x * 1, lambda grad: 2 * grad)
-
-
 class WritesInput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2) * x
@@ -74,7 +64,6 @@ class WaitsInBackward(nn.Module):
         (Waits, r"waits for a result of the GPU in the module 1, .*test_captured_refusals\.py line \d+"),
         (Chooses, r"waits for a result of the GPU in the module 1, .*test_captured_refusals\.py line \d+"),
         (ReadsHost, r"reads a tensor on the CPU, of shape \(\) in the module 1, .*test_captured_refusals\.py line \d+"),
-        (OnGrad, "hooks of a state run in Python, which a CUDA graph does not"),
         (WaitsInBackward, "CUDA cannot capture an operation"),
     ],
 )

@@ -111,7 +111,8 @@ def run(folder: Path, files: Iterable[str], way: str, jobs: int, chosen: str = "
     with tempfile.TemporaryDirectory() as place:
         outcomes = Path(place) / "outcomes.jsonl"
         command = [sys.executable, "-m", "pytest", "-p", "replaced", "--way", way, "--outcomes", str(outcomes), "-q"]
-        command += ["--noconftest", "-c", os.devnull, "--rootdir", str(folder), "-n", str(jobs)]
+        command += ["--noconftest", "-c", os.devnull, "--rootdir", str(folder)]
+        command += ["-n", str(jobs if jobs > 1 else 0)]  # a single worker would import torch once more
         command += ["-p", "no:cacheprovider", "-p", "no:logging", "-k", chosen]  # some tests log with wrong arguments
         done = subprocess.run([*command, *files], cwd=folder, env=environment, capture_output=True, text=True)
         rows = [json.loads(line) for line in outcomes.read_text().splitlines()] if outcomes.exists() else []

@@ -15,7 +15,8 @@ No other room touches a private name of torch; ``tests/test_seam.py`` holds that
     distributed   process groups, stores
     modes         function modes, tensors without memory
     sharded       FSDP modules that a schedule gathers, reduces and frees
-    cuda_graphs   captures, and what of a module a replay would not run
+    captures      CUDA graphs with calls of Python between them
+    cuda_graphs   what of a module the replay of a graph would not run
     parallel      what FSDP, DDP, checkpoints and torch.distributed.pipelining put into a backward
 
 A *probe* is a tiny real use that says whether a name still does what we need. A feature calls ``require`` when it is

@@ -1,4 +1,4 @@
-"""CUDA graphs: captures that fail cleanly, and what of a module a replay would not run.
+"""What of a module the replay of a CUDA graph would not run, and parameters that stand in for others.
 
 A replay runs kernels and no Python. So the capture of a module must know what Python would do: hooks, attributes that
 the forward changes, parameters that were replaced since. Modules are asked on every call, so it is read off their own
@@ -7,14 +7,14 @@ dictionaries, without ``named_parameters``.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
+from torch.optim import optimizer as optim
 
 from sternway._torch.probe import probe
 
@@ -55,8 +55,19 @@ def hooked_module(modules: Iterable[nn.Module]) -> nn.Module | None:
 
 
 def runs_compiled_code(modules: Iterable[nn.Module]) -> bool:
-    """Whether one of the modules was compiled by ``torch.compile`` or by its own ``compile()``."""
-    return any("_orig_mod" in m._modules or m.__dict__.get("_compiled_call_impl") is not None for m in modules)
+    """Whether one of the modules was compiled by ``torch.compile`` or by its own ``compile()``, or says so."""
+    return any(
+        "_orig_mod" in m._modules
+        or m.__dict__.get("_compiled_call_impl") is not None
+        or getattr(type(m), "is_compiled", False)
+        for m in modules
+    )
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether Python code runs before or after a step of an optimizer."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or optim._global_optimizer_pre_hooks or optim._global_optimizer_post_hooks)
 
 
 @contextmanager
@@ -87,56 +98,6 @@ def stand_ins(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> Ite
     finally:
         for module, name, parameter in reversed(places):
             setattr(module, name, parameter)
-
-
-_CAPTURES: list[int] = []  # one entry for each capture that is under way
-
-
-def is_being_captured() -> bool:
-    """Whether the current stream is one on which ``capturing`` captures."""
-    return bool(_CAPTURES) and torch.cuda.is_current_stream_capturing()
-
-
-@contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Capture what the block launches on the current stream. Other threads may use the device meanwhile."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # an I or a W may have nothing to do
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        _CAPTURES.append(1)
-        try:
-            yield
-            graph.capture_end()
-        except BaseException:
-            with suppress(RuntimeError):
-                graph.capture_end()
-            _end_capture_of_random_numbers()
-            raise
-        finally:
-            _CAPTURES.pop()
-
-
-@contextmanager
-def own_workspaces() -> Iterator[None]:
-    """A block in which cuBLAS takes workspaces anew, so that those of a capture are in the capture's own pool.
-
-    torch keeps one for each stream and thread, until somebody clears them: Inductor does before it records a graph, and
-    so does the end of any graph that was captured on the same stream. A graph that was captured with an earlier
-    workspace would then work in memory that is gone (https://github.com/pytorch/pytorch/issues/193402).
-    """
-    torch._C._cuda_clearCublasWorkspaces()
-    try:
-        yield
-    finally:
-        torch._C._cuda_clearCublasWorkspaces()
-
-
-def _end_capture_of_random_numbers() -> None:
-    """Let the device's generator leave the capture that failed: only the end of one that succeeds tells it to."""
-    empty = torch.cuda.CUDAGraph()
-    with suppress(RuntimeError):
-        empty.capture_begin(capture_error_mode="thread_local")
-        empty.capture_end()
 
 
 @probe(
@@ -182,12 +143,24 @@ def _hooks() -> bool:
 
 
 @probe(
-    "torch._C._cuda_clearCublasWorkspaces",
-    expected="is there, where torch was built with CUDA",
+    "Optimizer._optimizer_step_pre_hooks, torch.optim.optimizer._global_optimizer_pre_hooks and the like",
+    expected="tell whether a step runs hooks",
     features=("split.capture",),
+    hooks=4,
 )
-def _workspaces() -> bool:
-    return torch.version.cuda is None or callable(torch._C._cuda_clearCublasWorkspaces)
+def _step_hooks() -> bool:
+    def nothing(*_: Any) -> None:
+        """A hook that is removed before it can run."""
+
+    optimizer = torch.optim.SGD([torch.empty(1, device="meta", requires_grad=True)], 0.1)
+    kinds: list[Any] = [optimizer.register_step_pre_hook, optimizer.register_step_post_hook]
+    kinds += [optim.register_optimizer_step_pre_hook, optim.register_optimizer_step_post_hook]
+    found = []
+    for register in kinds:
+        handle = register(nothing)
+        found.append(has_step_hooks(optimizer))
+        handle.remove()
+    return all(found) and not has_step_hooks(optimizer)
 
 
 @probe(

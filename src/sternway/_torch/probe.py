@@ -56,6 +56,7 @@ _AREAS = (
     "modes",
     "memory",
     "sharded",
+    "captures",
     "cuda_graphs",
 )
 

@@ -6,6 +6,7 @@ These names are used inside of torch's compiler, where a probe cannot run. So ea
 
 from __future__ import annotations
 
+import inspect
 import sys
 from contextlib import AbstractContextManager
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from sternway._torch.probe import probe
 from sternway.errors import UnsupportedTorch
@@ -52,6 +54,12 @@ def traced_code(graph: Any) -> CodeType:
     except AttributeError as error:
         _unsupported("OutputGraph.root_tx.f_code", "is the code that is traced", error)
     return code
+
+
+def static_inputs(module: GraphModule) -> list[int]:
+    """Which inputs of one of Dynamo's graphs are parameters, buffers and other tensors that modules hold."""
+    notes = [node.meta.get("tensor_dict") or {} for node in module.graph.nodes if node.op == "placeholder"]
+    return [index for index, note in enumerate(notes) if note.get("_dynamo_static_input_type")]
 
 
 def carry_functions(graph: Any, local: str) -> int:
@@ -166,6 +174,20 @@ def _dynamo() -> bool:
     out, fns = compiled(torch.ones(1), kept)
     library._destroy()
     return seen == [traced.__code__, 1] and fns[0]() is kept and out.tolist() == [1.0] and graph_being_traced() is None
+
+
+@probe(
+    'node.meta["tensor_dict"]["_dynamo_static_input_type"]',
+    expected="tells parameters and buffers from other inputs of Dynamo's graphs",
+    features=("split.compiled",),
+)
+def _static() -> bool:
+    from torch._dynamo import mark_static_address
+    from torch._dynamo.variables import builder
+
+    held: Any = torch.ones(1)
+    mark_static_address(held, guard=False)
+    return held._dynamo_static_input_type == "unguarded" and '"tensor_dict"' in inspect.getsource(builder)
 
 
 @probe(

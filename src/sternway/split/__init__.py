@@ -17,6 +17,7 @@ from sternway.split._preview import DeferredNode, Preview, preview
 from sternway.split._rules import rule
 from sternway.split._stage import stage_backward, stage_backward_input, stage_backward_weight
 from sternway.split.captured._capture import Captured, capture
+from sternway.split.captured._step import CapturedStep, capture_step
 from sternway.split.compiled._inspect import inspect
 from sternway.split.compiled._report import CompiledGraph, CompiledGraphs, CompiledNode
 from sternway.split.eager import _known  # noqa: F401 - fills the table of rules
@@ -26,6 +27,7 @@ from sternway.split.learned._try import PartTimes
 
 __all__ = [
     "Captured",
+    "CapturedStep",
     "CompiledGraph",
     "CompiledGraphs",
     "CompiledNode",
@@ -39,6 +41,7 @@ __all__ = [
     "Product",
     "backward_input",
     "capture",
+    "capture_step",
     "inspect",
     "install",
     "kinds",

@@ -5,8 +5,8 @@ an ordinary backward: the engine runs whatever lies between a part and the param
 hooks, and the accumulation. Parts that end in the same parameter go through one engine call, so that its hooks run
 once, on the whole gradient.
 
-On a CPU, matrix products are queued and run by ``flush()``: Python has a single call to make between two of them, and
-its own code stays in the processor's cache while it prepares the queue. On a GPU each is launched at once.
+On a CPU, matrix products and sums are queued and run by ``flush()``: Python has a single call to make between two of
+them, and its own code stays in the processor's cache while it prepares the queue. On a GPU each is launched at once.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from sternway.errors import PendingError
 from sternway.split._behind import held_behind
 from sternway.split._part import Node, Part, sum_to
 from sternway.split._unseen import UNSEEN
+
+_STRIDED = torch.strided
 
 
 @dataclass(slots=True)
@@ -58,6 +60,7 @@ class Accumulator:
         self._anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         self._steps: list[Callable[[], object]] = []  # run from the last to the first
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # by id of .grad: what is added to it, all in one call
+        self._unsummed: list[tuple[int, torch.Size]] = []  # of these, not yet summed over broadcast dimensions
         self._written: list[Tensor] = []
         self._calls: deque[EngineCall] = deque()
         self._hooked = EngineCall({}, [])  # a hook may be on several parameters: all of them in one call
@@ -71,19 +74,21 @@ class Accumulator:
         It can if the parameter and its node have no Python hooks, and it and its ``.grad`` are ordinary dense tensors.
         """
         parameter: Tensor = leaf.variable
-        if self._anomaly or leaf in self._call_of or type(parameter) not in ORDINARY:
+        if type(parameter) not in ORDINARY or self._anomaly or leaf in self._call_of:
             return None
+        before, after = both_hooks(parameter)
         if (
-            not parameter.requires_grad
-            or any(both_hooks(parameter))
+            before
+            or after
+            or not parameter.requires_grad
             or (id(parameter) not in self._clean and UNSEEN.on_leaf(leaf))
         ):
             return None
         grad, dtype = parameter.grad, parameter.dtype
         if grad is None:
-            if parameter.layout != torch.strided or getattr(parameter, "grad_dtype", dtype) != dtype:
+            if parameter.layout is not _STRIDED or getattr(parameter, "grad_dtype", dtype) != dtype:
                 return None
-        elif type(grad) is not Tensor or grad.layout != torch.strided or grad.dtype != dtype or grad.requires_grad:
+        elif type(grad) is not Tensor or grad.layout is not _STRIDED or grad.dtype is not dtype or grad.requires_grad:
             return None
         self._written.append(parameter)
         return parameter
@@ -95,17 +100,17 @@ class Accumulator:
             total is None
             or self.exact
             or not (  # under autocast the factors are 16-bit, .grad is 32-bit
-                left.dtype == total.dtype == right.dtype
-                and left.ndim == total.ndim == right.ndim
-                and total.ndim in (2, 3)
-                and total.layout == torch.strided
+                left.dtype is total.dtype is right.dtype
+                and (ndim := total.ndim) in (2, 3)
+                and left.ndim == ndim == right.ndim
+                and total.layout is _STRIDED
             )
         ):
             by_columns = parameter.ndim == 2 and parameter.stride(0) == 1 != parameter.stride(1)
             value = (right.mT @ left.mT).mT if by_columns else left @ right  # laid out as autograd's
             self.add_value(parameter, value if scale == 1 else value.mul_(scale))
             return
-        add = total.addmm_ if total.ndim == 2 else total.baddbmm_
+        add = total.addmm_ if ndim == 2 else total.baddbmm_
         step = partial(add, left, right) if scale == 1 else partial(add, left, right, alpha=scale)
         if total.is_cpu:
             self._steps.append(step)
@@ -115,15 +120,26 @@ class Accumulator:
     def add_value(self, parameter: Tensor, value: Tensor) -> None:
         """Add ``value`` to ``parameter.grad``; if that is None, ``value`` may become it, and must be nobody else's."""
         total, shape = parameter.grad, parameter.shape
+        if (
+            total is not None
+            and value.dtype is total.dtype
+            and value.layout is _STRIDED is total.layout
+            and id(total) not in self._sums  # one call must not write to the same tensor twice
+        ):
+            if value.shape != shape:
+                if value.is_cpu:
+                    self._unsummed.append((id(total), shape))
+                else:
+                    value = sum_to(value, shape)
+            self._sums[id(total)] = (total, value)
+            return
         if value.shape != shape:
             value = sum_to(value, shape)
         if total is None:
             parameter.grad = value if value.layout != torch.strided else _like_parameter(value, parameter)
         elif total.layout != torch.strided:  # an earlier sparse gradient
             parameter.grad = value + total
-        elif value.dtype == total.dtype and value.layout == torch.strided and id(total) not in self._sums:
-            self._sums[id(total)] = (total, value)
-        else:  # one call must not write to the same tensor twice
+        else:
             total.add_(value.to(total.dtype) if self.exact else value)  # autograd rounds before it adds
 
     def postpone(self, step: Callable[[], object]) -> None:
@@ -133,12 +149,22 @@ class Accumulator:
     def flush(self) -> None:
         """Run what ``add_product``, ``add_value`` and ``postpone`` have queued."""
         steps = self._steps
+        self._sum()
         while steps:
             steps.pop()()
         if self._sums:
+            self._sum()  # what steps have added
             sums = self._sums.values()
             add_each([total for total, _ in sums], [value for _, value in sums])
             self._sums.clear()
+
+    def _sum(self) -> None:
+        """Sum what is to be added over broadcast dimensions, such as a bias's gradient."""
+        sums, unsummed = self._sums, self._unsummed
+        for key, shape in unsummed:
+            total, value = sums[key]
+            sums[key] = total, sum_to(value, shape)
+        unsummed.clear()
 
     def queue_call(self, call: EngineCall) -> None:
         """Let parts go through the engine; later parts of the same leaves will join them."""

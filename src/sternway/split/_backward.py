@@ -2,8 +2,9 @@
 
 One engine call runs the spine. It is asked for the gradients of the inputs, of the ready weights and of the cuts that
 nothing lies below; the engine computes what leads there and nothing else, so the weight's half of each cut is skipped.
-At a cut that runs on the way, a hook keeps the gradient just before the node runs: it is final there (hooks on tensors
-have run), and the saved tensors are not freed yet. Everything else is freed as the engine goes.
+At a cut that runs on the way, the engine returns the gradient from before the hooks on tensors. Where nobody can have
+put one, it is asked for these gradients too. Elsewhere a hook of ours keeps the gradient just before the node runs: it
+is final there, and the saved tensors are not freed yet. Everything else is freed as the engine goes.
 """
 
 from __future__ import annotations
@@ -87,8 +88,9 @@ def backward_input(
 
     places = plan.inputs
     bottom = [cut for cut in plan.cuts if not cut.runs_in_i]
+    taken = plan.cuts if plan.is_quiet else bottom
     asked = [*plan.ready, *plan.triggers]
-    nodes = [*plan.ready, *[cut.node for cut in bottom]]
+    nodes = [*plan.ready, *[cut.node for cut in taken]]
     edges = [GradientEdge(*place) for place in places] + [GradientEdge(node, 0) for node in nodes]
     edges += [GradientEdge(*part.edge) for part in plan.branches] + [GradientEdge(node, 0) for node in plan.triggers]
     offers = [Offer(each.node, each.positions) for each in plan.opaque]
@@ -96,7 +98,7 @@ def backward_input(
     with _used_once(), sharing(group) if group else nullcontext():
         calls = {cut.node: cut.call for cut in (*plan.functions, *plan.trials)}
         with (
-            catching(plan.cuts),
+            catching(plan.cuts, plan.is_quiet),
             calling_instead(calls) if calls else nullcontext(),
             making(offers),
             without_hooks(asked) as ran,
@@ -104,8 +106,9 @@ def backward_input(
         ):
             found = torch.autograd.grad(tensors, edges, grads, allow_unused=True) if edges else ()
         of_nodes = found[len(places) :]
-        for cut, grad in zip(bottom, of_nodes[len(plan.ready) :], strict=False):
+        for cut, grad in zip(taken, of_nodes[len(plan.ready) :], strict=False):
             cut.keep(grad)
+        for cut in bottom:
             spend(cut.node)
     UNSEEN.count_own(len(bottom))
     of_leaves = list(zip(plan.ready, of_nodes, strict=False))

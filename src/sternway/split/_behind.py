@@ -18,7 +18,7 @@ from sternway._torch.autograd import gradient_slots
 from sternway._torch.nodes import ACCUMULATE_GRAD, TO_COPY, TRANSPOSE, T, held_by
 from sternway._torch.tensors import base_of
 from sternway.saved import Packed
-from sternway.split._part import Edge, Node, Packing, Part, is_transpose, packing
+from sternway.split._part import Edge, Node, Part, is_transpose, packing
 from sternway.split._rules import RULES
 from sternway.split._unseen import UNSEEN
 
@@ -60,7 +60,7 @@ class Behind:
         self._to_input = Search(lambda node, edges: not inputs.isdisjoint(edges))
         self._to_rule = Search(lambda node, edges: type(node).__name__ in RULES or not inputs.isdisjoint(edges))
         self._to_data = Search(_takes_data)
-        self._to_checkpoint = Search(lambda node, edges: packing(node) is Packing.CHECKPOINT)
+        self._to_checkpoint = Search(lambda node, edges: packing(node) == "checkpoint")
 
     def is_chain(self, edge: Edge) -> bool:
         """Whether only parameters lie behind ``edge``, with no node on the way that has a rule."""

@@ -16,8 +16,7 @@ A rule reads saved tensors that the node itself reads when it runs. Hooks may ha
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -76,26 +75,21 @@ def sum_to(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     return value.sum_to_size(shape) if value.numel() else value.new_zeros(shape)  # a sum over nothing
 
 
-class Packing(Enum):
-    """Which hooks packed a node's saved tensors."""
-
-    NONE = 0
-    CHECKPOINT = 1
-    OURS = 2
-    FOREIGN = 3
+Packing = Literal["checkpoint", "ours", "foreign"] | None
+"""Which hooks packed a node's saved tensors, if any."""
 
 
 def packing(node: Node) -> Packing:
-    """Which hooks packed the node's saved tensors; FOREIGN if they are of several kinds."""
+    """Which hooks packed the node's saved tensors; "foreign" if they are of several kinds."""
     packed = packed_by_hooks(node)
     if not packed:
-        return Packing.NONE
+        return None
     if all(isinstance(data, CHECKPOINT_HOLDER) for data in packed):
         require("split.checkpoint")
-        return Packing.CHECKPOINT
+        return "checkpoint"
     if all(isinstance(data, Packed) for data in packed):
-        return Packing.OURS
-    return Packing.FOREIGN
+        return "ours"
+    return "foreign"
 
 
 class _KeptPacked:
@@ -234,17 +228,17 @@ class Cut:
     @property
     def is_read_as_it_runs(self) -> bool:
         """Whether the rules read just before the node runs, when what is packed is unpacked anyway."""
-        return self.runs_in_i and self.packing in (Packing.CHECKPOINT, Packing.OURS)
+        return self.runs_in_i and self.packing is not None
 
     def read(self) -> None:
         """Let the rules read what W needs off the node."""
-        node = _KeptPacked(self.node) if self.packing is Packing.OURS else self.node
+        node = _KeptPacked(self.node) if self.packing == "ours" else self.node
         for part in self.parts:
             part.later = part.rule(node)  # type: ignore[misc]  # every part of a cut has a rule
 
     def read_and_keep(self, grads: tuple[Tensor | None, ...]) -> None:
         """A hook that runs just before the node: read, and keep the gradient that arrived."""
-        if self.packing is Packing.CHECKPOINT:
+        if self.packing == "checkpoint":
             for holder in packed_by_hooks(self.node):
                 allow_more_reads(holder, times=len(self.parts))
         self.read()
@@ -252,7 +246,7 @@ class Cut:
 
     def keep(self, grad: Tensor | None) -> None:
         """Keep the gradient that arrived at a node that did not run; what a checkpoint recomputes is read now."""
-        if self.packing is Packing.CHECKPOINT and grad is not None:
+        if self.packing == "checkpoint" and grad is not None:
             self.read_and_keep((grad,))
         else:
             self.grads.append((grad,))

@@ -37,6 +37,7 @@ class SplitPlan:
         recomputes: whether W goes through what a checkpoint recomputes in I.
         triggers: a leaf for each compiled graph with nothing but leaves below it. The engine is asked for its gradient,
             or it would not run the graph.
+        is_quiet: whether there are no hooks at the cuts, and nothing that I runs could put some there.
     """
 
     cuts: list[Cut]
@@ -48,6 +49,7 @@ class SplitPlan:
     triggers: list[Node]
     functions: list[FunctionCut]
     trials: list[FunctionCut]
+    is_quiet: bool
 
     @property
     def inner(self) -> list[Edge]:

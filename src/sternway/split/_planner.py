@@ -38,7 +38,7 @@ from sternway._torch.parallel import in_process_group
 from sternway._torch.saved_hooks import can_share_recomputation
 from sternway.split._behind import Behind, direct_target, meets
 from sternway.split._branches import find_branches
-from sternway.split._part import Cut, Edge, Node, Packing, Part, packing
+from sternway.split._part import Cut, Edge, Node, Part, packing
 from sternway.split._plan import OpaqueNode, SplitPlan
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._unseen import UNSEEN
@@ -46,6 +46,7 @@ from sternway.split._unsupported import UNSUPPORTED, refuse_spent
 from sternway.split.learned._cut import FunctionCut, function_cut
 from sternway.split.learned._record import record_of
 
+_NOWHERE: Edge = (None, 0)
 _OPAQUE = (COMPILED_NODE, "CapturedCallBackward")  # the latter: captured/_call.py
 
 
@@ -74,7 +75,8 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge], exact: bool = False) -> 
     places = [edge for edge in inputs if edge in reached]
     branches, trials = list(planner.branches.values()), planner.trials
     opaque, recomputes = planner.opaque, planner.recomputes
-    return SplitPlan(cuts, planner.ready, places, opaque, branches, recomputes, triggers, functions, trials)
+    quiet = planner.is_quiet and not planner.function_kinds
+    return SplitPlan(cuts, planner.ready, places, opaque, branches, recomputes, triggers, functions, trials, quiet)
 
 
 class _Planner:
@@ -98,6 +100,7 @@ class _Planner:
         self.opaque_kinds: set[type] = set()
         self.function_kinds: set[type] = set()
         self.trials: list[FunctionCut] = []
+        self.is_quiet = True
 
     def set_aside(self, roots: Sequence[Edge]) -> None:
         """Take the branches that lead to no input off the spine."""
@@ -236,8 +239,10 @@ class _Planner:
     def cut(self, node: Node, edges: Sequence[Edge], operands: Operands) -> Sequence[Edge]:
         """Make the node a cut, if some of its operands can be deferred; the edges that I follows."""
         packed = packing(node)
-        if packed is Packing.FOREIGN or UNSEEN.on_node(node):  # hooks on it expect the gradients of all operands
-            return edges
+        if packed is not None or not UNSEEN.beyond(node):
+            self.is_quiet = False
+            if packed == "foreign" or UNSEEN.on_node(node):  # hooks on it expect the gradients of all operands
+                return edges
         parts = (
             self.chains_of(operands.weights, edges)
             or self.chains_of(operands.lefts, edges)
@@ -246,15 +251,21 @@ class _Planner:
         if not parts:
             return edges
         parts += self.chains_of(operands.biases, edges)
-        deferred = [part.position for part in parts]
-        followed = [edge for place, edge in enumerate(edges) if edge[0] is not None and place not in deferred]
-        if packed is Packing.CHECKPOINT and not followed:
-            if not can_share_recomputation():
-                return edges  # what a checkpoint recomputes can be read only when the node runs
-            self.recomputes = True
-        if not followed:
+        followed = list(edges)
+        for part in parts:
+            followed[part.position] = _NOWHERE
+        for child, _ in followed:
+            if child is not None:
+                runs_in_i = True
+                break
+        else:
+            runs_in_i = False
+            if packed == "checkpoint":
+                if not can_share_recomputation():
+                    return edges  # what a checkpoint recomputes can be read only when the node runs
+                self.recomputes = True
             refuse_spent(node)
-        self.cuts.append(Cut(node, parts, packed, runs_in_i=bool(followed)))
+        self.cuts.append(Cut(node, parts, packed, runs_in_i))
         return followed
 
     def cut_function(self, node: Node, edges: Sequence[Edge]) -> Sequence[Edge]:
@@ -263,7 +274,7 @@ class _Planner:
         if not record.is_wanted(node.needs_input_grad):
             return edges
         record.was_met, packed = True, packing(node)
-        if packed is Packing.FOREIGN or UNSEEN.on_node(node):
+        if packed == "foreign" or UNSEEN.on_node(node):
             return edges
         parts = self.weights_of_function(edges)
         deferred = [part.position for part in parts]
@@ -290,10 +301,11 @@ class _Planner:
         """The operands that are plain chains from parameters."""
         parts = []
         for operand in operands:
-            if operand.position < len(edges) and (edge := edges[operand.position])[0] is not None:
+            position = operand.position
+            if position < len(edges) and (edge := edges[position])[0] is not None:
                 leaf, transposed = direct_target(edge, self.input_nodes)
                 if leaf is not None or (self.behind.is_chain(edge) and self.can_pass(edge)):
-                    parts.append(Part(edge, leaf, transposed, operand.position, operand.function))
+                    parts.append(Part(edge, leaf, transposed, position, operand.function))
         return parts
 
     def first_from_parameters(self, operands: tuple[Operand, ...], edges: Sequence[Edge]) -> list[Part]:

@@ -12,7 +12,8 @@ in which a thread makes them:
          may have hooks:                    have none
          W goes through the engine          W may add to .grad
 
-A graph whose hooks are put on in its own forward is before the horizon by the time it is split. Training without such
+For the same reason I may ask the engine for the gradient at a cut that was made since. A graph whose hooks are put on
+in its own forward is before the horizon by the time it is split. Training without such
 hooks never moves the horizon. A number above the newest of this thread is another thread's, and tells nothing.
 """
 

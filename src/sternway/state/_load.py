@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from sternway._torch.autograd import current_graph_task
-from sternway._torch.cuda_graphs import is_being_captured
+from sternway._torch.captures import current_capture, is_preparing
 from sternway.errors import StateError
 
 Hook = Callable[[Any], Any]
@@ -61,6 +61,18 @@ class Mark:
         return torch.frombuffer(memory, dtype=torch.int64).reshape(())
 
 
+class CapturedMark(Mark):
+    """Of a forward that is captured as a CUDA graph, or tried before that; each replay makes a mark of its own.
+
+    Its functions are never called with the gradients of the capture, which mean nothing.
+    """
+
+    def __init__(self, number: int, wire: Wire) -> None:
+        super().__init__(number, wire, Load(0))
+        if (capture := current_capture()) is not None:
+            capture.places.add(self, lambda: wire.add(self.fns))
+
+
 class _Memory(bytearray):
     mark: Mark
 
@@ -89,7 +101,16 @@ class Wire:
             known = self.marks.get(number)
             if known is not None:
                 return known
-            mark = self.marks[number] = Mark(number, self, self._open(graph))
+            mark = CapturedMark(number, self) if is_preparing() else Mark(number, self, self._open(graph))
+            self.marks[number] = mark
+            return mark
+
+    def add(self, fns: Sequence[Hook]) -> Mark:
+        """A new mark with these functions."""
+        with self.lock:
+            mark = self.mark(int(self.key) + 1, 0)
+            self.key = self.key + 1
+            mark.fns, mark.filled = list(fns), True
             return mark
 
     def _check_open(self) -> None:
@@ -192,10 +213,10 @@ class Running:
     def __enter__(self) -> None:
         if self.mark.wire.closed:
             raise _gone("a state that was closed")
-        if is_being_captured():
+        if current_capture() is not None:
             raise StateError(
                 "hooks of a state run in Python, which a CUDA graph does not",
-                got="on_grad or on_module in a module that split.capture, or cuda_graphs=True, captures",
+                got="on_grad of another forward, in a backward that split.capture, or cuda_graphs=True, captures",
                 fix="leave that module out of the capture",
             )
         self.before = getattr(_RUNNING, "loads", {})

@@ -57,10 +57,7 @@ def show_eager(wire: Wire, tensors: list[Tensor], fns: Sequence[Hook], *, again:
     if isinstance(known, Mark) and known.wire is wire:
         known.fns.extend(fns)
         return tensors
-    mark = wire.mark(int(wire.key) + 1, 0)
-    wire.key = wire.key + 1
-    mark.fns, mark.filled = list(fns), True
-    return list(_Eager.apply(mark, *tensors))  # type: ignore[no-untyped-call]  # torch's
+    return list(_Eager.apply(wire.add(fns), *tensors))  # type: ignore[no-untyped-call]  # torch's
 
 
 class _Eager(torch.autograd.Function):

@@ -7,13 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sternway._torch.captures import current_capture
 from sternway._torch.tensors import lazy_copy
 from sternway.errors import StateError
-from sternway.state._load import Mark, Running
+from sternway.state._load import CapturedMark, Mark, Running
 
 
 def run(mark: Mark, grad: Tensor) -> Tensor:
     """The gradient after the mark's functions, each of which gets what the one before it returned."""
+    if isinstance(mark, CapturedMark):
+        return _in_replays(mark, {0: grad}, alone=True)[0]
     with Running(mark):
         for fn in tuple(mark.fns):
             grad = _replaced(fn(_lent(grad)), grad)
@@ -24,27 +27,47 @@ def run_together(mark: Mark, grad: Tensor, index: int) -> Tensor:
     """One of several gradients that have all arrived, after functions that get all of them."""
     if mark.given is None:
         grads, mark.arrived, mark.given = mark.arrived, {}, {}
-        with Running(mark):
-            for fn in tuple(mark.fns):
-                returned = fn({place: _lent(grad) for place, grad in grads.items()}) or {}
-                mark.given |= {place: new for place, new in returned.items() if new is not None}
-                grads = {place: _replaced(returned.get(place), grad) for place, grad in grads.items()}
+        if isinstance(mark, CapturedMark):
+            mark.given = _in_replays(mark, grads, alone=False)
+        else:
+            with Running(mark):
+                for fn in tuple(mark.fns):
+                    returned = fn({place: _lent(grad) for place, grad in grads.items()}) or {}
+                    mark.given |= {place: new for place, new in returned.items() if new is not None}
+                    grads = {place: _replaced(returned.get(place), grad) for place, grad in grads.items()}
     return _replaced(mark.given.get(index), grad)
 
 
 def run_eager(mark: Mark, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
     """Both of the above in eager code: hooks get the gradients themselves, and autograd may record."""
-    came: Any = {place: grad for place, grad in enumerate(grads) if grad is not None}
+    came = {place: grad for place, grad in enumerate(grads) if grad is not None}
     if not came:
         return grads
+    call = _in_replays if isinstance(mark, CapturedMark) else _call
+    came = call(mark, came, alone=len(grads) == 1)
+    return tuple(came.get(place) for place in range(len(grads)))
+
+
+def _call(mark: Mark, grads: dict[int, Tensor], *, alone: bool) -> dict[int, Tensor]:
+    """Call the functions: with the gradient, if it is ``alone``, or with all of them by their places."""
     with Running(mark):
         for fn in tuple(mark.fns):
-            if len(grads) == 1:
-                came = {0: _replaced(fn(came[0]), came[0])}
-            else:
-                returned = fn(dict(came)) or {}
-                came = {place: _replaced(returned.get(place), grad) for place, grad in came.items()}
-    return tuple(came.get(place) for place in range(len(grads)))
+            returned = {0: fn(grads[0])} if alone else fn(dict(grads)) or {}
+            grads = {place: _replaced(returned.get(place), grad) for place, grad in grads.items()}
+    return grads
+
+
+def _in_replays(mark: Mark, grads: dict[int, Tensor], *, alone: bool) -> dict[int, Tensor]:
+    """Have the functions called in each replay of the graphs that are being captured; not now."""
+    capture = current_capture()
+    if capture is None:  # a forward and backward before the capture, which load kernels
+        return grads
+    places = list(grads)
+
+    def call(fresh: Mark, values: list[Tensor]) -> list[Tensor]:
+        return list(_call(fresh, dict(zip(places, values, strict=True)), alone=alone).values())
+
+    return dict(zip(places, capture.pause(mark, list(grads.values()), call), strict=True))
 
 
 def _lent(grad: Tensor) -> Tensor:

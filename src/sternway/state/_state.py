@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from sternway._torch import require
 from sternway.errors import EmptyStateError, StateError
 from sternway.state import _module
-from sternway.state._load import Hook, Wire, running
+from sternway.state._load import CapturedMark, Hook, Wire, running
 from sternway.state._node import show_eager, show_traced
 from sternway.state._ops import MADE, READ, WRITTEN
 
@@ -123,6 +123,8 @@ class BackwardState:
         wire.settle()
         found = False
         for mark in list(wire.marks.values()):
+            if isinstance(mark, CapturedMark):  # of forwards to come
+                continue
             kept = [each for each in mark.fns if fn is not None and each != fn]
             found = found or len(kept) < len(mark.fns)
             mark.fns[:] = kept

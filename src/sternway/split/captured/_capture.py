@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from sternway._torch import require
+from sternway._torch.captures import is_preparing
 from sternway._torch.cuda_graphs import all_modules, held_tensors, hooked_module
-from sternway._torch.hooks import both_hooks
 from sternway._torch.saved_hooks import top_saved_hooks
-from sternway._torch.tensors import ORDINARY
 from sternway._tree import leaves, put_tensors
 from sternway.errors import SplitError
 from sternway.split._unseen import UNSEEN
@@ -42,7 +41,8 @@ def capture(module: nn.Module, sample: Any, *, in_flight: int = 1, forms: int = 
         >>> pending.run()                                                      # doctest: +SKIP
 
     What Python does in the forward happens at the capture and not again. Where it makes a difference, the module runs
-    as it is, with a warning that says why; so it does without gradients, and while it or a parameter has hooks.
+    as it is, with a warning that says why; so it does without gradients, and while a module in it has hooks. Hooks of
+    parameters and functions of ``BackwardState.on_grad`` run as ever.
 
     Args:
         module: on a CUDA device, with its inputs.
@@ -80,14 +80,14 @@ class Captured(nn.Module):
         refusals: why calls ran as they are, each reason once.
     """
 
-    def __init__(self, module: nn.Module, *, in_flight: int, forms: int = 4) -> None:
+    def __init__(self, module: nn.Module, *, in_flight: int, forms: int = 4, grows: bool = False) -> None:
         super().__init__()
         require("split.capture")
         for name, value in (("in_flight", in_flight), ("forms", forms)):
             SplitError.unless(
                 type(value) is int and value >= 1, f"{name} must be a number from 1 on", value, "pass one"
             )
-        self.module, self.in_flight, self._limit = module, in_flight, forms
+        self.module, self.in_flight, self._limit, self._grows = module, in_flight, forms, grows
         self.refusals: list[str] = []
         self._without_hooks: object = None  # since when there are none: UNSEEN.since
         self._state: list[Any] = []  # where the parameters are, and which modules there are
@@ -126,6 +126,7 @@ class Captured(nn.Module):
         """Call the module: as graphs, if that can be."""
         if (
             not torch.is_grad_enabled()
+            or is_preparing()
             or torch.compiler.is_compiling()
             or (_uses_cuda() and torch.cuda.is_current_stream_capturing())
         ):
@@ -144,7 +145,7 @@ class Captured(nn.Module):
         """The graphs for a call, and its tensors; None if it runs as it is."""
         own = all_modules(self.module)
         held, modules = held_tensors(own), [*own, *getattr(self.module, "runs_inside", ())]
-        if (reason := self._not_now(modules, held)) is not None:
+        if (reason := self._not_now(modules)) is not None:
             self._refuse(reason)
             return None
         state = [*map(id, own), *map(id, held), *map(Tensor.data_ptr, held), *map(_NEEDS_GRAD, held)]
@@ -176,6 +177,8 @@ class Captured(nn.Module):
         ahead = captured is self._captured[0] and all(graphs.is_free for graphs in captured.sets)
         if ahead and len(captured.sets) < self.in_flight:  # other forms are rare: theirs are made when they are needed
             self._try(captured, lambda: captured.capture(self.in_flight))
+        elif self._grows and not any(graphs.is_free for graphs in captured.sets):
+            self.in_flight = max(self.in_flight, len(captured.sets) + 1)
         found: list[GraphSet | None] = []
         if not self._try(captured, lambda: found.append(captured.free_set(self.in_flight))):
             return None
@@ -210,7 +213,7 @@ class Captured(nn.Module):
             name = type(self.module).__name__
             warnings.warn(f"{name} runs as it is, without CUDA graphs: {reason}", stacklevel=4)
 
-    def _not_now(self, modules: list[nn.Module], held: list[Tensor]) -> str | None:
+    def _not_now(self, modules: list[nn.Module]) -> str | None:
         """Why no graph can be replayed at this moment, if so."""
         if top_saved_hooks()[0] is not None:
             return "a policy of sternway.saved, or other saved-tensor hooks, are active"
@@ -222,9 +225,6 @@ class Captured(nn.Module):
         if (hooked := hooked_module(modules)) is not None:
             name = next((name for name, module in self.module.named_modules() if module is hooked), "")
             return f"the module {name or type(hooked).__name__} has hooks, which run in Python"
-        if any(type(tensor) in ORDINARY and any(both_hooks(tensor)) for tensor in held):
-            name = next(name for name, p in self.module.named_parameters() if any(both_hooks(p)))
-            return f"the parameter {name} has hooks, which run in Python"
         self._without_hooks = UNSEEN.since
         return None
 

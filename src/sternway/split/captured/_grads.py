@@ -131,7 +131,13 @@ class GradBuffers:
         if zeroed:
             zero_each([place.buffer for place in zeroed])
         added: list[Tensor] = []
-        yield added
+        try:
+            yield added
+        except BaseException:  # of Python between graphs
+            for place, before in (*kept, *aside):
+                if before is not None:
+                    place.buffer.copy_(before)
+            raise
         for place in empty:
             place.show()
         for place in foreign:

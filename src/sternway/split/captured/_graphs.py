@@ -4,6 +4,8 @@
     [2] copy the outputs' gradients in, replay I    frees some of that in the pool, and keeps what W needs
     [3] replay W                                adds to the gradient buffers
 
+Where Python has a part in I or W (``state.on_grad``), that one is several graphs, with calls between them.
+
 The three share a pool, because they are always replayed in the order in which they were captured. Two sets share
 none: they are in flight at the same time. Outputs and input gradients are given out as copies, so that they live as
 long as any other tensor.
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sternway._torch.cuda_graphs import capturing, own_workspaces
+from sternway._torch.captures import Places, capturing, own_workspaces
 from sternway._torch.tensors import ORDINARY
 from sternway._tree import TensorIndex, replace_leaves
 from sternway.split._backward import backward_input
@@ -73,20 +75,21 @@ class GraphSet:
         self._inputs = [tensor.detach() for tensor in inputs]
         self._device = inputs[0].device
         self.wanted = [index for index, tensor in enumerate(inputs) if tensor.requires_grad]
-        self._f, self._i, self._w = (torch.cuda.CUDAGraph() for _ in range(3))
+        self._places = Places()
+        self._begun: list[Any] = []  # what the places have, from F to W
         self._stream = torch.cuda.current_stream(self._device)  # that was used last
         self.lease: weakref.ref[Any] | None = None  # of who uses the set
         pool = torch.cuda.graph_pool_handle()
         with own_workspaces():
-            with capturing(self._f, pool):
+            with capturing(pool, self._places) as self._f:
                 made = Outputs(forward(inputs))
             roots = [made.tensors[index] for index in made.needing]
             self._arriving = [torch.zeros_like(root) for root in roots]
             wanted = [inputs[index] for index in self.wanted]
             with torch.autocast("cuda", enabled=False):
-                with capturing(self._i, pool):
+                with capturing(pool, self._places) as self._i:
                     found, pending = backward_input(roots, self._arriving, wanted)
-                with in_grad, capturing(self._w, pool):
+                with in_grad, capturing(pool, self._places) as self._w:
                     pending.compute(tell_nodes=False)
         self.tree, self.needing = made.tree, made.needing
         self._outputs = [tensor.detach() for tensor in made.tensors]
@@ -102,6 +105,7 @@ class GraphSet:
         self._join_stream()
         for mine, tensor in zip(self._inputs, tensors, strict=True):
             mine.copy_(tensor)
+        self._begun = self._places.begin()
         self._f.replay()
         return [output.clone() for output in self._outputs]
 
@@ -110,13 +114,14 @@ class GraphSet:
         self._join_stream()
         for mine, grad in zip(self._arriving, grads, strict=True):
             mine.zero_() if grad is None else mine.copy_(grad)
-        self._i.replay()
+        self._i.replay(self._begun)
         return [None if grad is None else grad.clone() for grad in self._found]
 
     def backward_weight(self) -> None:
         """W: adds to the gradient buffers."""
         self._join_stream()
-        self._w.replay()
+        begun, self._begun = self._begun, []
+        self._w.replay(begun)
 
     def _join_stream(self) -> None:
         """Begin after what the set did last, on whichever stream that was."""

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from sternway._torch.cuda_graphs import all_modules, held_tensors, stand_ins
+from sternway._torch.captures import preparing
+from sternway._torch.cuda_graphs import all_modules, held_tensors, runs_compiled_code, stand_ins
+from sternway._torch.hooks import both_hooks
 from sternway._torch.tensors import ORDINARY, version_of
 from sternway._tree import put_tensors
 from sternway.split._backward import backward_input
@@ -47,16 +49,21 @@ class CapturedForm:
         self._module, self._modules, self._grads = module, modules, grads
         self._parameters = dict(module.named_parameters())
         self._samples = [tensor.detach() for tensor in tensors]
+        if runs_compiled_code(modules) and any(_copy(t).stride() != t.stride() for t in self._samples):
+            raise Uncapturable("an argument has elements that share their memory, as expand() makes them")
         self.device = _one_device(module, form, tensors)
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         with _same_buffers(module), self._aside() as stand_ins:
             for _ in range(_REHEARSALS):
                 self._rehearse()
             got = {name: _grad_of(p, stand_ins) for name, p in self._parameters.items()}
+            own = {id(p) for p in self._parameters.values() if p.grad is not None}
             self._read = watch(module, modules, self._forward_once)  # kept as long as the graphs
         for name, grad in got.items():
             if grad is not None and grad.layout is not torch.strided:
                 raise Uncapturable(f"the gradient of {name} is sparse")
+            if grad is not None and id(self._parameters[name]) in own and any(both_hooks(self._parameters[name])):
+                raise Uncapturable(f"{name} has hooks, and a module holds it elsewhere than among its parameters")
         self.trained = [p for name, p in self._parameters.items() if got[name] is not None]
         del got
         self.attributes = TensorAttributes(modules)
@@ -84,7 +91,7 @@ class CapturedForm:
 
     def _inputs(self) -> list[Tensor]:
         needs = [needs_grad for *_, needs_grad in self.form.tensors]
-        return [t.clone().requires_grad_(grad) for t, grad in zip(self._samples, needs, strict=True)]
+        return [_copy(t).requires_grad_(grad) for t, grad in zip(self._samples, needs, strict=True)]
 
     def _forward(self, tensors: list[Tensor]) -> object:
         args, kwargs = put_tensors(self.form.tree, tensors)
@@ -113,7 +120,7 @@ class CapturedForm:
 
     @contextmanager
     def _aside(self) -> Iterator[Mapping[int, Tensor]]:
-        """A block on a stream of its own, after which gradients and random numbers are as they were.
+        """A block for forwards that nobody sees, on a stream of its own; gradients and random numbers stay as they are.
 
         Yields:
             The stand-ins of the parameters.
@@ -126,13 +133,20 @@ class CapturedForm:
             for parameter, _ in grads:
                 parameter.grad = None
             try:
-                with stand_ins(self._modules, self._parameters.values()) as made:
+                with preparing(), stand_ins(self._modules, self._parameters.values()) as made:
                     yield made
             finally:
                 for parameter, grad in grads:
                     parameter.grad = grad
                 torch.clear_autocast_cache()
                 current.wait_stream(self._stream)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, which compiled code relies on; without them where elements share their memory."""
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return tensor.clone()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 @contextmanager

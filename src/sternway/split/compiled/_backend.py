@@ -18,9 +18,11 @@ from torch.nn import Parameter
 
 from sternway._torch import compile as seam
 from sternway._torch import require
+from sternway._torch.tracing import static_inputs
 from sternway.errors import SplitError
 from sternway.split.compiled._build import Half, Region, Strides, build
 from sternway.split.compiled._partition import partition
+from sternway.split.compiled._replayed import replayed
 from sternway.split.compiled._work import Boxed
 
 
@@ -32,7 +34,7 @@ def sternway(
     Args:
         module: Dynamo's graph.
         inputs: examples of its inputs; parameters are among them.
-        mode: Inductor's mode, as for ``torch.compile``.
+        mode: Inductor's mode, as for ``torch.compile``. "reduce-overhead" and "max-autotune" make CUDA graphs on a GPU.
         options: ``inner``: "inductor" or "eager"; all others are Inductor's own settings.
     """
     settings = dict(options or {})
@@ -50,16 +52,13 @@ def sternway(
                 'Install g++, or pass options={"inner": "eager"} to say that this is meant.',
                 stacklevel=2,
             )
-    if mode == "reduce-overhead" or settings.get("triton.cudagraphs"):
-        raise SplitError(
-            "Inductor's CUDA graphs cannot be split: they reuse one call's memory, while a split has several in flight",
-            got=f"mode={mode!r}" if mode else "triton.cudagraphs",
-            fix='capture what is compiled without: split.capture(torch.compile(module, backend="sternway"), sample); '
-            'or pass mode="max-autotune-no-cudagraphs", or none',
-        )
     parameters = {index: value for index, value in enumerate(inputs) if isinstance(value, Parameter)}
     if inner == "inductor":
-        return _with_inductor(module, inputs, parameters, {**seam.inductor_options(mode), **settings})
+        settings = {**seam.inductor_options(mode), **settings}
+        graphs = settings.pop("triton.cudagraphs", False) and _on_gpu(inputs)
+        fixed = sorted({*parameters, *static_inputs(module)})
+        compiled = _with_inductor(module, inputs, parameters, settings)
+        return replayed(compiled, fixed, len(inputs)) if graphs else compiled
     if mode not in (None, "default") or settings:
         raise SplitError(
             'inner="eager" cannot take a mode or other options, which are for Inductor',
@@ -67,6 +66,10 @@ def sternway(
             fix='leave them out, or pass options={"inner": "inductor"}',
         )
     return _with_none(module, inputs, parameters)
+
+
+def _on_gpu(inputs: Sequence[Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) and value.is_cuda for value in inputs)
 
 
 def _has_compiler(inputs: Sequence[Any]) -> bool:

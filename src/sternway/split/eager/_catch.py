@@ -9,23 +9,25 @@ from functools import partial
 from torch import Tensor
 
 from sternway._torch.hooks import hooks_registered, tensor_hooks
-from sternway.split._part import Cut, Edge, Node, Packing
+from sternway.split._part import Cut, Edge, Node
 from sternway.split._unseen import UNSEEN
 
 
 @contextmanager
-def catching(cuts: list[Cut]) -> Iterator[None]:
+def catching(cuts: list[Cut], asked: bool = False) -> Iterator[None]:
     """Keep, at each cut that runs in the block, the gradient that arrives there and what W needs beside it.
 
     A hook that only appends to a list may stay: the engine frees the nodes that it has run, and the gradient is taken
-    out of the list afterwards.
+    out of the list afterwards. Where the engine is ``asked`` for the gradients at all cuts, no hook is needed.
     """
     handles, readers = [], []
     try:
         for cut in cuts:
-            if cut.is_read_as_it_runs:
+            if asked:
+                cut.read()
+            elif cut.is_read_as_it_runs:
                 readers.append(cut.node.register_prehook(cut.read_and_keep))
-            elif cut.packing is not Packing.CHECKPOINT:
+            elif cut.packing != "checkpoint":
                 cut.read()
                 if cut.runs_in_i:
                     handles.append(cut.node.register_prehook(cut.grads.append))

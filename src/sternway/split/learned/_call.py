@@ -64,11 +64,11 @@ class BackwardCall:
     @classmethod
     def of(cls, node: Node, grads: Grads, packing: Packing) -> BackwardCall:
         """The call that the engine is about to make. It reads what the node saved, once."""
-        if packing is Packing.CHECKPOINT:
+        if packing == "checkpoint":
             for holder in packed_by_hooks(node):
                 allow_more_reads(holder, times=1)
         saved = tuple([None if each is None else without_graph(each) for each in node.saved_tensors])
-        packed = tuple(packed_values(node)) if packing is Packing.OURS else saved
+        packed = tuple(packed_values(node)) if packing == "ours" else saved
         named = {name: without_graph(value) for name, value in attributes_of(node).items()}
         call = cls(function_of(node), node.needs_input_grad, grads, saved, packed, named, casting_now(grads))
         return replace(call, versions=tuple(map(version, call.tensors())))
