@@ -44,7 +44,9 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_numbers.py": ("dist",),
     "pipeline/test_numbers.py::test_compiled_stages": ("dist", "slow"),
     "pipeline/test_own_loss.py::test_two_processes": ("dist",),
+    "pipeline/test_offload_steps.py::test_two_processes": ("dist",),
     "pipeline/test_random.py::test_on_two_gloo_ranks": ("dist",),
+    "pipeline/test_recompute.py::test_sixteen_blocks_under_less_and_less_memory": ("dist", "slow"),
     "pipeline/test_nonfinite.py::test_three_processes_agree": ("dist",),
     "pipeline/test_sharded.py": ("dist", "slow"),
     "pipeline/test_soak.py": ("dist", "slow"),
@@ -91,6 +93,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     ),
     "schedule/test_search.py::test_search_is_never_worse_than_the_paper": ("slow",),
     "schedule/test_search.py::test_unequal_stages_are_no_worse_than_any_named_schedule_in_the_same_places": ("slow",),
+    "schedule/test_search_exact.py::test_the_best_choice_of_what_to_recompute": ("slow",),
     "schedule/test_search_exact.py::test_search_finds_the_optimum_and_the_bound_is_not_above_it": ("slow",),
     "split/test_compiled.py::test_dynamic_shapes": ("slow",),
     "split/test_compiled_models.py": ("slow",),
@@ -119,6 +122,7 @@ SEARCHING = (  # seconds of plain Python, which counting lines would double: cov
     "schedule/test_schedule_random.py",
     "schedule/test_search.py",
     "schedule/test_search_exact.py",
+    "schedule/test_recompute.py",
 )
 
 

@@ -43,6 +43,7 @@ SURFACE = {
         "make",
         "measured_costs",
         "names",
+        "offloaded",
         "search",
         "sharded",
         "simulate",

@@ -69,6 +69,17 @@ def test_memory_in_bytes():
         assert text in str(result.exception) + result.output
 
 
+def test_stages_that_may_be_recomputed():
+    told = json.loads(
+        run("--ranks", 2, "--microbatches", 3, "--memory", 1.1, "--recompute", 0.1, "--json").stdout
+    )  # fmt: skip
+    rows = {row["name"]: row["recompute"] for row in told["rows"]}
+    assert rows["1f1b"] == []
+    assert rows["1f1b, recomputed"] == [0, 1]
+    assert told["schedule"].get("recompute", []) == rows[told["best"]]
+    assert "recompute" not in json.loads(run("--ranks", 2, "--microbatches", 3, "--json").stdout)["schedule"]
+
+
 def test_the_comparison_as_json_and_files(tmp_path):
     out = tmp_path / "new" / "plan"
     result = run("--ranks", 2, "--microbatches", 3, "--memory", 3, "--costs", "F=2,W=0.5", "--out", out, "--json")
@@ -78,7 +89,7 @@ def test_the_comparison_as_json_and_files(tmp_path):
     assert (told["ok"], told["best"], told["memory_limit"]) == (True, expected.best.name, 3)
     fields = ("name", "bubble_rate", "period", "makespan", "peak_memory", "peak_bytes", "fits")
     assert told["rows"] == [
-        {field: getattr(row, field) for field in fields} | {"gap": row.gap if row.fits else None}
+        {field: getattr(row, field) for field in fields} | {"gap": row.gap if row.fits else None, "recompute": []}
         for row in expected.rows
     ]
     below = run("--ranks", 2, "--microbatches", 3, "--memory", 1, "--json")  # the bound of schedules that fit

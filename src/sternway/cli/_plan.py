@@ -54,6 +54,13 @@ def plan(
     memory_after_i: Annotated[
         float, typer.Option(help="The fraction of what F kept that is still kept between I and W.")
     ] = 1.0,
+    recompute: Annotated[
+        float | None,
+        typer.Option(
+            help="Stages may be recomputed: then F keeps this fraction of what it keeps otherwise, such as 0.1, "
+            "and the backward takes F longer. The search chooses the stages."
+        ),
+    ] = None,
     check: Annotated[Path | None, typer.Option(help="Check and time this schedule (.csv or .json) instead.")] = None,
     out: Annotated[
         Path | None,
@@ -68,6 +75,7 @@ def plan(
                 parse_costs(costs, memory_after_i),
                 activation_bytes=parse_bytes(activations or 0, "--activations", ScheduleError),
                 static_bytes=parse_bytes(static or 0, "--static", ScheduleError),
+                memory_input=recompute or 0.0,
             )
             limit = _limit(parsed, memory)
         if check is not None:
@@ -75,7 +83,8 @@ def plan(
         elif ranks is None or microbatches is None:
             raise typer.BadParameter("give --ranks and --microbatches, or --check FILE")
         else:
-            result = _compare(parsed, ranks, microbatches, float(ranks) if limit is None else limit, out, quiet=as_json)
+            most = float(ranks) if limit is None else limit
+            result = _compare(parsed, ranks, microbatches, most, recompute is not None, out, quiet=as_json)
     except SternwayError as error:
         if not as_json:
             raise
@@ -125,7 +134,7 @@ def _limit(costs: Costs, memory: str | None) -> float | None:
 
 
 def _compare(
-    costs: Costs, ranks: int, microbatches: int, limit: float, out: Path | None, *, quiet: bool
+    costs: Costs, ranks: int, microbatches: int, limit: float, recompute: bool, out: Path | None, *, quiet: bool
 ) -> dict[str, Any]:
     """Compare schedules, draw and write the best; return what ``--json`` prints."""
     with usage(), moving_bar(quiet, "searching") as bar:
@@ -134,6 +143,7 @@ def _compare(
             ranks=ranks,
             microbatches=microbatches,
             memory_limit=limit,
+            recompute=recompute,
             progress=lambda done, total: bar.update(done, total, "searching"),
         )
     best = comparison.best
@@ -148,6 +158,7 @@ def _compare(
             "peak_bytes": row.peak_bytes,
             "gap": row.gap if row.fits else None,
             "fits": row.fits,
+            "recompute": list(row.schedule.recompute),
         }
         for row in comparison.rows
     ]

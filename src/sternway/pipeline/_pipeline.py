@@ -21,8 +21,11 @@ from sternway.pipeline.build._checks import (
     check_arguments,
     check_cuda_graphs,
     check_plain,
+    check_recompute,
     check_weights,
     checked_skips,
+    is_sharded,
+    offload_policy,
 )
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._shard_stage import ShardFn
@@ -81,8 +84,8 @@ class Pipeline:
             by default, of what I leaves if that is more.
         memory: what each rank has: bytes, or text such as "20GB". What a plan holds is counted as by ``fit``, AdamW's
             state included, and what ``shard`` shards as shards over "dp_shard". "auto" takes the fastest plan within
-            it, and computes blocks again if it must. If none fits, or the named schedule does not, that is an error.
-            Needs ``sample``.
+            it, and recomputes the blocks of some stages if it must; a named schedule recomputes as few as it can. If
+            none fits, that is an error. Needs ``sample``.
         ranks: the number of ranks; the transport's by default.
         transport: ``DistTransport()`` over all processes by default.
         tied: groups of names of parameters that are one parameter: gradients are summed, values kept equal.
@@ -98,6 +101,8 @@ class Pipeline:
         chunk: how inputs and targets are cut: ``Chunk(dim)``, ``Presplit()`` or ``Replicate()``.
         dynamic: the shapes of stages' outputs may change from step to step even if those of the batch do not.
         saved: a policy of ``sternway.saved`` for what the stages save in F, or a function from a stage's index to one.
+        offload_to: a folder on a disk for what a schedule with OFFLOAD moves; the host's memory by default, which a GPU
+            has beside its own.
         scaler: scales the loss, for gradients in float16.
         reduce_dtype: sum the gradients of tied parameters and of copies in this dtype; in their own by default.
         heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to watch for none.
@@ -143,6 +148,7 @@ class Pipeline:
         chunk: ChunkSpec = Chunk(0),  # noqa: B008 - frozen, so safely shared
         dynamic: bool = False,
         saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None = None,
+        offload_to: str | Path | None = None,
         scaler: GradScaler | None = None,
         reduce_dtype: torch.dtype | None = None,
         heartbeat_timeout: float = 30,
@@ -175,11 +181,15 @@ class Pipeline:
             counted_shards(shard, grid, gathered, memory), tune,
         )  # fmt: skip
         self._plan = agreed_plan(request, self.transport)
+        if self._plan.schedule.recompute:
+            self.transport.crew().agree(lambda: check_recompute(self._plan, cuda_graphs))
         own_ties = [] if self._plan.cut is None else self._plan.cut.ties()
         if self._plan.cut is not None and self.transport.mine:
             self._plan.cut.release(set(self._plan.modules))
         shard_stages(self._plan, shard, grid, self.transport)
-        self.stages = make_stages(self._plan, loss_fn, saved, scaler, cuda_graphs)
+        sharded = shard is not None or (mesh is not None and any(map(is_sharded, self._plan.modules.values())))
+        offload = offload_policy(self._plan.schedule, offload_to, self.transport.device, cuda_graphs, sharded)
+        self.stages = make_stages(self._plan, loss_fn, saved, scaler, cuda_graphs, offload)
         first = with_upkeep(self._plan.schedule, self.stages, grid, gathered, self.transport, cuda_graphs)
         self.profile = self._plan.profile
         ranks_here = self.transport.mine or tuple(range(ranks))
@@ -198,7 +208,7 @@ class Pipeline:
         self._tuner = make_tuner(self._plan, request, self.transport, first, gathered) if tune else None
         self._runner = StepRunner(
             self.stages, first, routes, self.transport, ranks_here, self._gradients, self._guard,
-            chunk, clock_offsets(self.transport, ranks), self._plan.costs.memory_after_I, self._tuner,
+            chunk, clock_offsets(self.transport, ranks), self._plan.costs, self._tuner,
         )  # fmt: skip
         self._model = stages if isinstance(stages, nn.Module) else None
         modules = {index: stage.module for index, stage in self.stages.items()}

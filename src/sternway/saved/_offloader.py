@@ -109,6 +109,20 @@ class Offloader:
                 content.wait_out()
                 round_.release(content)
 
+    def put_away(self) -> None:
+        """Drop from the device all that was sent; the computation waits for the copies."""
+        with self._working():
+            for content in self._round.flights:
+                content.wait_out()
+                self._round.release(content)
+
+    def bring_back(self) -> None:
+        """Start to bring back all that is away."""
+        with self._working():
+            for content in self._round.alive.values():
+                if content.data is None and content.arrival is None:
+                    self._round.ask(content)
+
     def settle(self, content: SavedBytes) -> bool:
         """Finish the copy out, because its source is about to change; whether the bytes are off the device now."""
         with self._working():

@@ -16,6 +16,7 @@ from sternway.schedule._action import Action, Op, Overlap, Step, Upkeep, UpkeepO
 from sternway.schedule._check import check
 from sternway.schedule._costs import Costs, StageCosts
 from sternway.schedule._measured import measured_costs
+from sternway.schedule._offload import offloaded
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._simulate import simulate
 from sternway.schedule._timeline import Bottleneck, Event, Timeline
@@ -49,6 +50,7 @@ __all__ = [
     "make",
     "measured_costs",
     "names",
+    "offloaded",
     "search",
     "sharded",
     "simulate",

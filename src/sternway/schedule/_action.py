@@ -11,25 +11,33 @@ A stage whose parameters are sharded over several processes (FSDP) also has, for
     REDUCE_GRAD  add its gradients up over those processes, and leave each its shard
     RESHARD      free what was gathered
 
+What F of a microbatch keeps may be away meanwhile, in the host's memory or on a disk:
+
+    OFFLOAD      by now it is gone: it has been copied since F, and later steps wait for that
+    RELOAD       it comes back from now on, and its backward waits for that
+
 The text forms are those of torch.distributed.pipelining, so that its files can be read: ``2F0`` is stage 2, forward,
 microbatch 0; ``(0F3;7B1)OVERLAP_F_B`` runs two actions at once.
 """
 
 import re
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from sternway.errors import ScheduleError
 
 Op: TypeAlias = Literal["F", "I", "W", "B"]
 """Forward; backward to the input; backward to the weights; both halves of the backward at once."""
 
-UpkeepOp: TypeAlias = Literal["UNSHARD", "RESHARD", "REDUCE_GRAD"]
-"""Gather a stage's parameters; free them; reduce its gradients."""
+UpkeepOp: TypeAlias = Literal["UNSHARD", "RESHARD", "REDUCE_GRAD", "OFFLOAD", "RELOAD"]
+"""Gather a stage's parameters; free them; reduce its gradients; move what F keeps away; bring it back."""
+
+MOVES: tuple[UpkeepOp, ...] = ("OFFLOAD", "RELOAD")
+"""Of one microbatch; the others are of the stage as a whole."""
 
 OPS: tuple[Op, ...] = ("F", "I", "W", "B")
 _ACTION = re.compile(r"(0|[1-9][0-9]*)([FIWB])(0|[1-9][0-9]*)")
-_UPKEEP = re.compile(r"(0|[1-9][0-9]{0,8})(UNSHARD|RESHARD|REDUCE_GRAD)")
+_UPKEEP = re.compile(r"(0|[1-9][0-9]{0,8})(?:(UNSHARD|RESHARD|REDUCE_GRAD)|(OFFLOAD|RELOAD)(0|[1-9][0-9]{0,8}))")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _FORM = "write [stage][F, I, W or B][microbatch], such as 2F0"
 
@@ -132,28 +140,33 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:
-    """An operation on the sharded parameters of a stage, or on their gradients: ``0UNSHARD``, ``0REDUCE_GRAD``.
+    """What is done for a stage beside computing: ``0UNSHARD``, ``0REDUCE_GRAD``; for one microbatch, ``0OFFLOAD3``.
 
     Example:
         >>> str(Upkeep(stage=2, op="UNSHARD"))
         '2UNSHARD'
         >>> Upkeep.parse("2UNSHARD")
-        Upkeep(stage=2, op='UNSHARD')
+        Upkeep(stage=2, op='UNSHARD', microbatch=None)
+        >>> str(Upkeep(stage=2, op="RELOAD", microbatch=5))
+        '2RELOAD5'
     """
 
     stage: int
     op: UpkeepOp
+    microbatch: int | None = None
 
     def __post_init__(self) -> None:
-        if type(self.stage) is not int or self.stage < 0 or self.op not in ("UNSHARD", "RESHARD", "REDUCE_GRAD"):
+        known = type(self.stage) is int and self.stage >= 0 and self.op in get_args(UpkeepOp)
+        numbered = type(self.microbatch) is int and self.microbatch >= 0
+        if not known or (numbered if self.op in MOVES else self.microbatch is None) is False:
             raise ScheduleError(
-                "upkeep must have a stage, and be UNSHARD, RESHARD or REDUCE_GRAD",
-                got=f"{self.stage!r}, {self.op!r}",
-                fix='write Upkeep(2, "UNSHARD")',
+                "upkeep must have a stage, and be UNSHARD, RESHARD or REDUCE_GRAD, or OFFLOAD or RELOAD with a number",
+                got=f"{self.stage!r}, {self.op!r}" + ("" if self.microbatch is None else f", {self.microbatch!r}"),
+                fix='write Upkeep(2, "UNSHARD") or Upkeep(2, "OFFLOAD", 0)',
             )
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op}"
+        return f"{self.stage}{self.op}{'' if self.microbatch is None else self.microbatch}"
 
     @property
     def actions(self) -> tuple[Action, ...]:
@@ -166,11 +179,12 @@ class Upkeep:
         match = _UPKEEP.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ScheduleError(
-                "upkeep must be written as stage and UNSHARD, RESHARD or REDUCE_GRAD",
+                "upkeep must be written as stage and UNSHARD, RESHARD or REDUCE_GRAD, or OFFLOAD, RELOAD and number",
                 got=repr(text),
-                fix="write it as 2UNSHARD",
+                fix="write it as 2UNSHARD, or as 2OFFLOAD0",
             )
-        return Upkeep(int(match[1]), match[2])  # type: ignore[arg-type]  # the regex allows only UpkeepOp
+        number = None if match[4] is None else int(match[4])
+        return Upkeep(int(match[1]), match[2] or match[3], number)  # type: ignore[arg-type]  # the regex allows no other
 
 
 Step: TypeAlias = Action | Overlap | Upkeep
@@ -179,6 +193,6 @@ Step: TypeAlias = Action | Overlap | Upkeep
 
 def parse_step(text: str) -> Step:
     """Read an action, an overlapped pair or upkeep from its text form."""
-    if text.endswith(("SHARD", "REDUCE_GRAD")):
+    if text.endswith(("SHARD", "REDUCE_GRAD")) or "LOAD" in text:
         return Upkeep.parse(text)
     return Overlap.parse(text) if text.startswith("(") else Action.parse(text)

@@ -1,8 +1,9 @@
-"""Can every rank run this schedule to its end? Six rules; an error says which one is broken, and where.
+"""Can every rank run this schedule to its end? Seven rules; an error says which one is broken, and where.
 
     placed      every action is of a stage that its rank holds, and of a microbatch that exists
     complete    every stage runs every microbatch's F once, and once either B or both I and W
     ordered     on its rank, F comes before I or B, and I before W
+    moved       what is offloaded comes back: F, OFFLOAD, RELOAD and the backward of a microbatch, in this order
     gathered    a stage with upkeep is gathered when it computes, reduced once after its last backward, and freed
     executable  no ranks wait for each other in a circle, even if sends block (see ``formats/_transfers``)
     in memory   if there is a limit, no rank ever keeps more than that
@@ -17,6 +18,7 @@ from sternway.schedule._action import OPS, Action, Op
 from sternway.schedule._costs import EPSILON, Costs
 from sternway.schedule._depends import KIND, needs, run, step_number
 from sternway.schedule._memory import memory_steps
+from sternway.schedule._offload import check_moves
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._upkeep import check_upkeep
 
@@ -27,7 +29,7 @@ _ONCE = "a backward must run once: whole as B, or split as I and W"
 
 
 def check(schedule: Schedule, *, memory_limit: float | None = None, costs: Costs | None = None) -> Schedule:
-    """Return the schedule if it keeps the six rules of this module.
+    """Return the schedule if it keeps the seven rules of this module.
 
     Example:
         >>> from sternway import schedule
@@ -59,6 +61,7 @@ def check(schedule: Schedule, *, memory_limit: float | None = None, costs: Costs
     )
     _check_complete(schedule, _check_steps(schedule))
     check_upkeep(schedule)
+    check_moves(schedule)
     reached = [0] * schedule.ranks
     for rank, _, _ in run(schedule):
         reached[rank] += 1
@@ -204,7 +207,7 @@ def _raise_circle(schedule: Schedule, reached: list[int]) -> NoReturn:
 def _check_memory(schedule: Schedule, limit: float, costs: Costs) -> None:
     """Check that no rank ever keeps more than the limit."""
     for rank, steps in enumerate(schedule.actions):
-        for index, both in enumerate(memory_steps(schedule, rank, costs.memory_after_I, costs.memory_gathered)):
+        for index, both in enumerate(memory_steps(schedule, rank, costs)):
             if max(both) > limit + EPSILON:  # 33 activations of a third each are not over a limit of 11
                 raise ScheduleError(
                     f"a rank must keep at most {limit:g} microbatches' activations",

@@ -7,10 +7,14 @@ stage; those are used unchanged.
 Memory is in units of what one microbatch's forward keeps on one rank. For each of a rank's v stages,
 
     F adds 1/v,    I leaves memory_after_I/v,    W (or B) leaves 0,    a gathered stage adds memory_gathered/v.
+
+A stage that is recomputed (``Schedule.recompute``) keeps its input alone, and runs its forward again in I or B:
+
+    F adds memory_input/v,    I and B take F longer, and need memory_again/v while they run,    I leaves the same.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -18,6 +22,20 @@ from sternway._bytes import parse_bytes, show_bytes
 from sternway.errors import ScheduleError
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
+
+_PER_STAGE = (
+    "F",
+    "I",
+    "W",
+    "B",
+    "gather",
+    "reduce",
+    "offload",
+    "memory_after_F",
+    "memory_after_I",
+    "memory_input",
+    "memory_again",
+)
 
 EPSILON = 1e-9
 """Amounts of memory, and times as fractions of a rank's work, count as equal if they differ by no more: rounding."""
@@ -27,7 +45,8 @@ EPSILON = 1e-9
 class StageCosts:
     """Costs for one placement: one number for each stage.
 
-    ``keeps[s]`` is what F of stage s adds to its rank's memory, ``keeps_after_i[s]`` what I leaves of it.
+    ``keeps[s]`` is what F of stage s adds to its rank's memory, ``keeps_after_i[s]`` what I leaves of it, and
+    ``works[s]`` what I or B takes beyond ``keeps[s]`` while it runs: something if the stage is recomputed.
     """
 
     F: tuple[float, ...]
@@ -37,13 +56,31 @@ class StageCosts:
     comm: float
     keeps: tuple[float, ...]
     keeps_after_i: tuple[float, ...]
+    works: tuple[float, ...] = ()
     gather: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
+    gathered: tuple[float, ...] = ()
+    offload: tuple[float, ...] = ()
 
     def of(self, op: str, stage: int) -> float:
         """Return the time that ``op`` of ``stage`` takes."""
         times: tuple[float, ...] = getattr(self, op)
         return times[stage]
+
+    def recomputed(self, stages: Collection[int], inputs: Sequence[float], again: Sequence[float]) -> "StageCosts":
+        """Return costs in which these stages keep their inputs, and run their forward again in I and B."""
+        chosen = [stage in stages for stage in range(len(self.F))]
+
+        def change(values: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
+            return tuple(other if yes else value for yes, value, other in zip(chosen, values, others, strict=True))
+
+        def longer(times: Sequence[float]) -> tuple[float, ...]:
+            return change(times, [time + forward for time, forward in zip(times, self.F, strict=True)])
+
+        works = [max(0.0, most - kept) for most, kept in zip(again, inputs, strict=True)]
+        return replace(
+            self, I=longer(self.I), B=longer(self.B), keeps=change(self.keeps, inputs), works=change(self.works, works)
+        )
 
     def joined(self) -> "StageCosts":
         """Return costs in which I and W together take no longer than B."""
@@ -72,12 +109,18 @@ class Costs:
         W: time of a backward to the weights; one number, or one for each stage.
         B: time of a whole backward; one number, or one for each stage. I + W unless given; one call may cost less.
         comm: from the end of an action until another rank has its result. Within a rank this takes no time.
-        memory_after_I: the fraction of what F kept that is still kept between I and W.
+        memory_after_I: what is still kept between I and W, of what F kept; one number, or one for each stage.
         activation_bytes: what one microbatch's forward keeps on one rank, the unit of memory, in bytes; 0 if unknown.
         static_bytes: what a rank holds anyway, in bytes: parameters, their gradients, the optimizer's state.
         gather: time to gather a rank's sharded parameters; one number, or one for each stage. Beside computation.
         reduce: time to reduce the gradients of sharded parameters; one number, or one for each stage.
+        offload: time to move what F of a microbatch keeps on a rank to the host, or back; one number, or one for each
+            stage. Beside computation, one at a time in each direction.
         memory_gathered: what a rank's gathered parameters take, in what one microbatch's forward keeps.
+        memory_after_F: what F keeps, in units of memory; pass one number for each stage if stages are not equal.
+        memory_input: what F of a recomputed stage keeps, in units; one number, or one for each stage.
+        memory_again: what a recomputed stage takes while its backward runs, ``memory_input`` included; what F keeps
+            otherwise, unless given. One number, or one for each stage.
 
     Raises:
         ScheduleError: a cost is negative or not finite, or sequences have different lengths.
@@ -87,18 +130,22 @@ class Costs:
     I: float | Sequence[float] = 1.0  # noqa: E741 - the paper's letter
     W: float | Sequence[float] = 1.0
     comm: float = 0.0
-    memory_after_I: float = 1.0  # noqa: N815 - the paper's letter
+    memory_after_I: float | Sequence[float] = 1.0  # noqa: N815 - the paper's letter
     B: float | Sequence[float] | None = None
     activation_bytes: float = 0.0
     static_bytes: float = 0.0
     gather: float | Sequence[float] = 0.0
     reduce: float | Sequence[float] = 0.0
     memory_gathered: float = 0.0
+    memory_after_F: float | Sequence[float] = 1.0  # noqa: N815 - the paper's letter
+    memory_input: float | Sequence[float] = 0.0
+    memory_again: float | Sequence[float] | None = None
+    offload: float | Sequence[float] = 0.0
 
     def __post_init__(self) -> None:
         lengths: dict[str, int] = {}
-        for name in ("F", "I", "W", "B", "gather", "reduce"):
-            if getattr(self, name) is None and name == "B":
+        for name in _PER_STAGE:
+            if getattr(self, name) is None and name in ("B", "memory_again"):
                 continue
             value = _frozen(name, getattr(self, name))
             object.__setattr__(self, name, value)
@@ -110,7 +157,7 @@ class Costs:
                 got=", ".join(f"{n} for {name}" for name, n in lengths.items()),
                 fix="pass sequences as long as there are stages",
             )
-        for name in ("comm", "memory_after_I", "activation_bytes", "static_bytes", "memory_gathered"):
+        for name in ("comm", "activation_bytes", "static_bytes", "memory_gathered"):
             object.__setattr__(self, name, _amount(name, getattr(self, name)))
 
     def bytes_of(self, memory: float) -> float | None:
@@ -139,7 +186,7 @@ class Costs:
                 fix="pass Costs(activation_bytes=…), on the command line --activations; sternway fit shows them",
             )
         size = parse_bytes(memory, "memory", ScheduleError)
-        least = self.static_bytes + max(1.0, self.memory_after_I) * self.activation_bytes
+        least = self.static_bytes + self.smallest() * self.activation_bytes
         if size < least * (1 - EPSILON):
             raise ScheduleError(
                 "the memory of a rank must be large enough for what it holds anyway and one microbatch",
@@ -149,8 +196,24 @@ class Costs:
             )
         return (size - self.static_bytes) / self.activation_bytes
 
-    def per_stage(self, placement: Placement) -> StageCosts:
-        """Return one number for each stage of ``placement``.
+    def memory_alone(self) -> "Costs":
+        """Return costs with this memory, and times of 1."""
+        names = [name for name in self.__dataclass_fields__ if name.startswith("memory") or name.endswith("bytes")]
+        return Costs(**{name: getattr(self, name) for name in names})
+
+    def smallest(self) -> float:
+        """Return what one microbatch takes on a rank, in units; with one number for each stage, on the emptiest."""
+        f, i = (
+            min(each) if isinstance(each, Sequence) else each for each in (self.memory_after_F, self.memory_after_I)
+        )
+        return max(f, i)
+
+    def per_stage(self, placement: Placement, recompute: Collection[int] = ()) -> StageCosts:
+        """Return one number for each stage of ``placement``, of which those in ``recompute`` are recomputed.
+
+        Example:
+            >>> Costs(memory_input=0.25).per_stage(((0,), (1,)), recompute=[0]).B
+            (3.0, 2.0)
 
         Raises:
             ScheduleError: a sequence of costs is not as long as there are stages.
@@ -158,7 +221,8 @@ class Costs:
         held = {stage: len(stages) for stages in placement for stage in stages}
         shares = [1.0 / held[stage] for stage in range(len(held))]
 
-        def resolve(name: str, value: float | Sequence[float]) -> tuple[float, ...]:
+        def resolve(name: str) -> tuple[float, ...]:
+            value = getattr(self, name)
             if not isinstance(value, Sequence):
                 return tuple(value * share for share in shares)
             if len(value) != len(shares):
@@ -169,18 +233,25 @@ class Costs:
                 )
             return tuple(value)
 
-        i, w = resolve("I", self.I), resolve("W", self.W)
-        return StageCosts(
-            F=resolve("F", self.F),
+        f, i, w = resolve("F"), resolve("I"), resolve("W")
+        plain = StageCosts(
+            F=f,
             I=i,
             W=w,
-            B=tuple(map(sum, zip(i, w, strict=True))) if self.B is None else resolve("B", self.B),
+            B=tuple(map(sum, zip(i, w, strict=True))) if self.B is None else resolve("B"),
             comm=self.comm,
-            keeps=tuple(shares),
-            keeps_after_i=tuple(self.memory_after_I * share for share in shares),
-            gather=resolve("gather", self.gather),
-            reduce=resolve("reduce", self.reduce),
+            keeps=resolve("memory_after_F"),
+            keeps_after_i=resolve("memory_after_I"),
+            works=(0.0,) * len(shares),
+            gather=resolve("gather"),
+            reduce=resolve("reduce"),
+            gathered=resolve("memory_gathered"),
+            offload=resolve("offload"),
         )
+        if not recompute:
+            return plain
+        again = plain.keeps if self.memory_again is None else resolve("memory_again")
+        return plain.recomputed(recompute, resolve("memory_input"), again)
 
 
 def _amount(name: str, value: object) -> float:

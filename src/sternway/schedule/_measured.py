@@ -3,6 +3,7 @@
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Action
@@ -27,7 +28,7 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
 
     Args:
         timelines: of a step, as ``StepResult.timeline`` has it, or of several, with stages in the same places.
-        planned: for what cannot be seen in them; also for ``memory_after_I``, and for gathering and reducing.
+        planned: for what cannot be seen in them; also for memory, and for gathering and reducing.
 
     Raises:
         ScheduleError: there is no F of some stage, or the planned costs are for another number of stages.
@@ -42,8 +43,10 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
     ScheduleError.unless(isinstance(planned, Costs), "planned must be a Costs", planned, "pass schedule.Costs()")
     schedule = runs[0].schedule
     ScheduleError.unless(
-        all(run.schedule.placement == schedule.placement for run in runs),
-        "the stages of all timelines must be in the same places",
+        all(
+            (run.schedule.placement, run.schedule.recompute) == (schedule.placement, schedule.recompute) for run in runs
+        ),
+        "the stages of all timelines must be in the same places, and the same of them recomputed",
         [run.schedule.name for run in runs],
         "pass those of one pipeline",
     )
@@ -56,19 +59,18 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
     lacking = [stage for stage in range(schedule.num_stages) if ("F", stage) not in seen]
     if lacking:
         raise ScheduleError("a measured step must have F of every stage", got=f"none of {lacking}", fix="pass a step's")
+    for stage in schedule.recompute:  # costs are those of a stage that is not recomputed
+        for op in "IB":
+            if (op, stage) in seen:
+                seen[op, stage] = max(0.0, seen[op, stage] - seen["F", stage])
     i, w, b = zip(*(_backward(seen, stage, expected) for stage in range(schedule.num_stages)), strict=True)
-    return Costs(
+    return replace(
+        planned,
         F=[seen["F", stage] for stage in range(schedule.num_stages)],
         I=i,
         W=w,
         B=b if planned.B is not None or any(op == "B" for op, _ in seen) else None,
         comm=_comm(runs, planned.comm),
-        memory_after_I=planned.memory_after_I,
-        activation_bytes=planned.activation_bytes,
-        static_bytes=planned.static_bytes,
-        gather=planned.gather,
-        reduce=planned.reduce,
-        memory_gathered=planned.memory_gathered,
     )
 
 

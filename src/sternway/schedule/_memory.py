@@ -1,55 +1,42 @@
 """How much a rank keeps at each step. That depends on the order of its actions only, not on their times.
 
-On a rank with v stages, the forward of one microbatch through one stage keeps 1/v until its I, memory_after_I/v until
-its W, and nothing after that. What F keeps counts from the start of F. What a backward frees counts until its end, so
-an overlapped pair has both at once. The gathered parameters of a sharded stage count from its UNSHARD to its RESHARD.
+Each stage has its own amounts: what its F keeps until I, what I leaves until W, what a backward takes while it runs (a
+recomputed stage then has its activations again), and what its parameters take from UNSHARD to RESHARD. Between OFFLOAD
+and RELOAD a microbatch takes nothing. What F keeps counts from the start of F. What a backward frees counts until its
+end, so an overlapped pair has both at once.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from sternway.schedule._action import Upkeep
+from sternway.schedule._action import MOVES, Upkeep
+from sternway.schedule._costs import Costs
 
 if TYPE_CHECKING:
     from sternway.schedule._schedule import Schedule
 
+_SIGN = {"UNSHARD": 1, "RESHARD": -1, "REDUCE_GRAD": 0, "OFFLOAD": -1, "RELOAD": 1}
+_DIGITS = 12  # thirds and the like must not drift
 
-def memory_steps(
-    schedule: "Schedule", rank: int, memory_after_i: float, memory_gathered: float = 0.0
-) -> Iterator[tuple[float, float]]:
+
+def memory_steps(schedule: "Schedule", rank: int, costs: Costs) -> Iterator[tuple[float, float]]:
     """Yield, for each step of a rank, the memory while it runs and the memory after it.
 
     Example:
         >>> from sternway import schedule
         >>> s = schedule.from_csv("0F0,0I0,0W0")
-        >>> list(memory_steps(s, rank=0, memory_after_i=0.5))
+        >>> list(memory_steps(s, 0, Costs(memory_after_I=0.5)))
         [(1.0, 1.0), (1.0, 0.5), (0.5, 0.0)]
     """
-    stages = max(1, len(schedule.placement[rank]))
-    # Counts, so that thirds and the like do not drift: microbatches before their I, and between I and W.
-    full = split = gathered = 0
-    level = 0.0
-    for step in schedule.actions[rank]:
-        during = level
-        for action in step.actions:  # of an overlapped pair, the forward comes first
-            if action.op == "F":
-                full += 1
-                during = (full + split * memory_after_i + gathered * memory_gathered) / stages
-            elif action.op == "W":
-                split -= 1
-            else:
-                full -= 1
-                split += action.op == "I"
-        if isinstance(step, Upkeep):
-            gathered += {"UNSHARD": 1, "RESHARD": -1}.get(step.op, 0)
-        level = (full + split * memory_after_i + gathered * memory_gathered) / stages
-        yield max(during, level) if isinstance(step, Upkeep) else during, level
+    each = costs.per_stage(schedule.placement, schedule.recompute)
+    for during, after in kept_steps(schedule, rank, each.keeps, each.keeps_after_i, each.gathered, each.works):
+        yield round(during, _DIGITS), round(after, _DIGITS)
 
 
-def peak(schedule: "Schedule", rank: int, memory_after_i: float, memory_gathered: float = 0.0) -> float:
+def peak(schedule: "Schedule", rank: int, costs: Costs) -> float:
     """Return the most that a rank keeps at any step."""
     # After a step, too: I can leave more than F kept.
-    return max(map(max, memory_steps(schedule, rank, memory_after_i, memory_gathered)), default=0.0)
+    return max(map(max, memory_steps(schedule, rank, costs)), default=0.0)
 
 
 def kept_steps(
@@ -58,8 +45,10 @@ def kept_steps(
     after_f: Sequence[float],
     after_i: Sequence[float],
     gathered: Sequence[float] | None = None,
+    works: Sequence[float] | None = None,
 ) -> Iterator[tuple[float, float]]:
-    """``memory_steps`` for stages of unequal size: what F of each keeps, what I leaves of it, what it takes gathered.
+    """``memory_steps`` in given amounts: what F of each stage keeps, what I leaves of it, what it takes gathered, and
+    what its backward takes beyond what F kept.
 
     Example:
         >>> from sternway import schedule
@@ -74,11 +63,13 @@ def kept_steps(
             if action.op == "F":
                 level += whole
                 during = level
-            elif action.op == "I":
-                level += rest - whole
+            elif action.op == "W":
+                level -= rest
             else:
-                level -= rest if action.op == "W" else whole
-        if isinstance(step, Upkeep) and gathered is not None:
-            level += {"UNSHARD": 1, "RESHARD": -1}.get(step.op, 0) * gathered[step.stage]
+                during += works[action.stage] if works is not None else 0
+                level += rest - whole if action.op == "I" else -whole
+        if isinstance(step, Upkeep):
+            amount = after_f[step.stage] if step.op in MOVES else gathered[step.stage] if gathered is not None else 0
+            level += _SIGN[step.op] * amount
             during = max(during, level)
         yield during, level

@@ -15,13 +15,14 @@ from sternway.schedule._action import Step, Upkeep
 from sternway.schedule._costs import EPSILON, Costs, StageCosts
 from sternway.schedule._depends import run
 from sternway.schedule._schedule import Schedule
+from sternway.schedule._simulate import LINKS, upkeep_time
 
 _MOST = 64  # steps to look for the pattern; then the average of the second half counts
 
 
 def period_of(schedule: Schedule, costs: Costs) -> float:
     """The time of a step among many, for a schedule that runs to its end."""
-    steps = _steps(schedule, costs.per_stage(schedule.placement))
+    steps = _steps(schedule, costs.per_stage(schedule.placement, schedule.recompute))
     ends = [[0.0] * schedule.ranks]
     for number in range(1, _MOST + 1):
         ends.append(_after(ends[-1], steps, costs.comm))
@@ -49,31 +50,40 @@ def _steps(schedule: Schedule, costs: StageCosts) -> list[_Timed]:
 
 def _length(step: Step, costs: StageCosts) -> float:
     if isinstance(step, Upkeep):
-        return (
-            {"UNSHARD": costs.gather, "REDUCE_GRAD": costs.reduce}[step.op][step.stage] if step.op != "RESHARD" else 0.0
-        )
+        return upkeep_time(step, costs)
     return sum(costs.of(action.op, action.stage) for action in step.actions)
 
 
 def _after(free: list[float], steps: list[_Timed], comm: float) -> list[float]:
     """When each rank ends a step, given when it may begin."""
-    ends, links = list(free), list(free)
+    ends, links = list(free), {link: list(free) for link in set(LINKS.values())}
     made: dict[int, tuple[int, float]] = {}
     gathered: dict[int, float] = {}
+    forwards: dict[tuple[int, int], float] = {}  # when F of a microbatch ended
+    back: dict[tuple[int, int], float] = {}  # when it was reloaded
     for rank, step, length, inputs, outputs in steps:
         start = ends[rank]
         if isinstance(step, Upkeep):
+            link, which = links[LINKS[step.op]], (step.stage, step.microbatch or 0)
             if step.op != "RESHARD":
-                links[rank] = max(start, links[rank]) + length
+                link[rank] = max(forwards[which] if step.op == "OFFLOAD" else start, link[rank]) + length
             if step.op == "UNSHARD":
-                gathered[step.stage] = links[rank]
+                gathered[step.stage] = link[rank]
+            elif step.op == "OFFLOAD":
+                ends[rank] = max(start, link[rank])
+            elif step.op == "RELOAD":
+                back[which] = link[rank]
             continue
         for key in inputs:
             maker, end = made[key]
             start = max(start, end if maker == rank else end + comm)
-        for action in step.actions if gathered else ():
-            start = max(start, gathered.get(action.stage, 0.0))
+        for action in step.actions:
+            which = action.stage, action.microbatch
+            start = max(start, gathered.get(action.stage, 0.0), back.get(which, 0.0))
         ends[rank] = start + length
+        for action in step.actions:
+            if action.op == "F":
+                forwards[action.stage, action.microbatch] = ends[rank]
         for key in outputs:
             made[key] = rank, ends[rank]
-    return [max(both) for both in zip(ends, links, strict=True)]
+    return [max(all_links) for all_links in zip(ends, *links.values(), strict=True)]

@@ -4,6 +4,7 @@ A schedule has no times. They follow from the order and the costs, and ``simulat
 timed with many costs, and two schedules can be compared with the same costs.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -39,16 +40,18 @@ class Schedule:
         n_microbatches: the number of microbatches in a step.
         placement: for each rank, the stages that it holds.
         actions: for each rank, its actions in order; for sharded stages, also their upkeep (see ``sharded``).
+        recompute: the stages that keep their inputs alone, and run their forward again at the start of I or B.
 
     Raises:
         ScheduleError: the placement does not hold every stage exactly once, or has another number of ranks than the
-            actions. The actions themselves are checked by ``check`` only.
+            actions, or ``recompute`` has something that is no stage. The actions are checked by ``check`` only.
     """
 
     name: str
     n_microbatches: int
     placement: Placement
     actions: tuple[tuple[Action | Overlap | Upkeep, ...], ...]
+    recompute: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", tuple(tuple(stages) for stages in self.placement))
@@ -71,6 +74,7 @@ class Schedule:
                 got=str(self.placement),
                 fix="give each stage to one rank, without gaps",
             )
+        object.__setattr__(self, "recompute", checked_stages("recompute", self.recompute, len(held)))
 
     def __repr__(self) -> str:
         from sternway.schedule.formats import describe_size
@@ -111,6 +115,15 @@ class Schedule:
         raise ScheduleError(
             f"stage must be 0 to {self.num_stages - 1}", got=str(stage), fix="pass a stage that the schedule has"
         )
+
+    def moved(self, rank: int) -> frozenset[tuple[int, int]]:
+        """Return (stage, microbatch) of what a rank offloads."""
+        moves = (step for step in self.actions[rank] if isinstance(step, Upkeep) and step.op == "OFFLOAD")
+        return frozenset((step.stage, step.microbatch) for step in moves if step.microbatch is not None)
+
+    def runs_again(self, step: Action | Overlap | Upkeep) -> bool:
+        """Return whether a step runs a forward again: I or B of a stage that is recomputed."""
+        return any(action.is_backward and action.stage in self.recompute for action in step.actions)
 
     def stage_ranks(self) -> tuple[int, ...]:
         """Return the rank of every stage, in order."""
@@ -153,6 +166,16 @@ def check_size(ranks: int, microbatches: int, stages_per_rank: int) -> None:
             got=f"{ranks} ranks of {stages_per_rank} stages with {microbatches} microbatches",
             fix="plan one pipeline of the machine; its copies run the same schedule",
         )
+
+
+def checked_stages(name: str, stages: object, count: int) -> tuple[int, ...]:
+    """Return some of ``count`` stages in order, each once, or raise ScheduleError."""
+    found = tuple(stages) if isinstance(stages, Iterable) else (None,)
+    if not all(type(stage) is int and 0 <= stage < count for stage in found):
+        raise ScheduleError(
+            f"{name} must be stages, numbers from 0 to {count - 1}", got=repr(stages), fix=f"pass {name}=[0]"
+        )
+    return tuple(sorted(set(found)))
 
 
 def stage_ranks(placement: Placement) -> tuple[int, ...]:

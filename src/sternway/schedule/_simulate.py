@@ -3,8 +3,9 @@
 Each rank runs its actions in order, each as soon as the rank is free and what it waits for has arrived (``_depends``).
 An overlapped pair waits for what both of its actions need, takes the time of both, and ends both at once. Sends do not
 block, and neither does the upkeep of sharded stages: each rank has a link that gathers or reduces one stage at a time,
-and only what computes on a stage waits for its gathering. So any order in which the actions can run gives the same
-times, and one pass over such an order finds them.
+and only what computes on a stage waits for its gathering. Two more links move microbatches to the host and back; what
+computes after an OFFLOAD waits for it, and a backward for its RELOAD. So any order in which the actions can run gives
+the same times, and one pass over such an order finds them.
 """
 
 from sternway.errors import ScheduleError
@@ -13,6 +14,9 @@ from sternway.schedule._costs import Costs, StageCosts
 from sternway.schedule._depends import run
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._timeline import Bottleneck, Event, Timeline, timeline_of
+
+LINKS = {"UNSHARD": "net", "RESHARD": "net", "REDUCE_GRAD": "net", "OFFLOAD": "out", "RELOAD": "back"}
+"""The link that carries each kind of upkeep, one at a time."""
 
 
 def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:  # noqa: B008 - frozen, so safely shared
@@ -35,7 +39,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:  # noqa: B
         isinstance(schedule, Schedule), "simulate needs a Schedule", schedule, 'pass schedule.make("1f1b", ...)'
     )
     ScheduleError.unless(isinstance(costs, Costs), "costs must be a Costs", costs, "pass schedule.Costs(F=1, I=1, W=1)")
-    per_stage = costs.per_stage(schedule.placement)
+    per_stage = costs.per_stage(schedule.placement, schedule.recompute)
     events, causes = _run(schedule, per_stage)
     for rank, (steps, timed) in enumerate(zip(schedule.actions, events, strict=True)):
         if len(timed) < len(steps):
@@ -56,26 +60,32 @@ def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list
     events: list[list[Event]] = [[] for _ in schedule.actions]
     causes: list[list[Event | None]] = [[] for _ in schedule.actions]
     free: list[Event | None] = [None] * schedule.ranks  # what each rank ran last
-    link: list[Event | None] = [None] * schedule.ranks  # what its link carried last
+    links: dict[tuple[int, str], Event] = {}  # what each link of a rank carried last
     gathered: dict[int, Event] = {}
+    back: dict[tuple[int, int], Event] = {}  # what was reloaded
     for rank, inputs, outputs in run(schedule):
         mine = events[rank]
         step = schedule.actions[rank][len(mine)]
         cause = free[rank]
         start, length = cause.end if cause else 0.0, 0.0
         if isinstance(step, Upkeep):
-            before = link[rank]
-            if step.op != "RESHARD":
-                if before is not None and before.end > start:
-                    start, cause = before.end, before
-                length = (costs.gather if step.op == "UNSHARD" else costs.reduce)[step.stage]
-            event = Event(rank, len(mine), step, start, start + length)
+            if step.op == "OFFLOAD":  # it has been on its way since the end of F
+                cause = makers[3 * step.stage * schedule.n_microbatches + (step.microbatch or 0)]
+                start = cause.end
+            before = links.get((rank, LINKS[step.op]))
+            if step.op != "RESHARD" and before is not None and before.end > start:
+                start, cause = before.end, before
+            event = Event(rank, len(mine), step, start, start + upkeep_time(step, costs))
             mine.append(event)
             causes[rank].append(cause)
             if step.op != "RESHARD":
-                link[rank] = event
+                links[rank, LINKS[step.op]] = event
             if step.op == "UNSHARD":
                 gathered[step.stage] = event
+            elif step.op == "RELOAD":
+                back[step.stage, step.microbatch or 0] = event
+            elif step.op == "OFFLOAD" and event.end > (waiting.end if (waiting := free[rank]) else 0.0):
+                free[rank] = event
             continue
         for key in inputs:
             maker = makers[key]
@@ -84,9 +94,9 @@ def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list
                 start, cause = arrival, maker
         for action in step.actions:
             length += times[action.op][action.stage]
-            ready = gathered.get(action.stage)
-            if ready is not None and ready.end > start:
-                start, cause = ready.end, ready
+            for ready in (gathered.get(action.stage), back.get((action.stage, action.microbatch))):
+                if ready is not None and ready.end > start:
+                    start, cause = ready.end, ready
         event = Event(rank, len(mine), step, start, start + length)
         mine.append(event)
         causes[rank].append(cause)
@@ -94,6 +104,14 @@ def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list
         for key in outputs:
             makers[key] = event
     return events, causes
+
+
+def upkeep_time(step: Upkeep, costs: StageCosts) -> float:
+    """Return how long a link is busy with it."""
+    if step.op == "RESHARD":
+        return 0.0
+    times = {"UNSHARD": costs.gather, "REDUCE_GRAD": costs.reduce}.get(step.op, costs.offload)
+    return times[step.stage]
 
 
 def _critical_path(events: list[list[Event]], causes: list[list[Event | None]]) -> tuple[Event, ...]:

@@ -123,8 +123,7 @@ class Timeline:
     @property
     def peaks(self) -> tuple[float, ...]:
         """For each rank, its largest memory."""
-        held = self.costs.memory_after_I, self.costs.memory_gathered
-        return tuple(peak(self.schedule, rank, *held) for rank in range(self.schedule.ranks))
+        return tuple(peak(self.schedule, rank, self.costs) for rank in range(self.schedule.ranks))
 
     @property
     def peak_memory(self) -> float:
@@ -134,8 +133,8 @@ class Timeline:
     @property
     def memory(self) -> tuple[tuple[tuple[float, float], ...], ...]:
         """For each rank, its memory over time: pairs of (time, memory from then on)."""
-        held = self.costs.memory_after_I, self.costs.memory_gathered
-        return tuple(self._curve(rank, memory_steps(self.schedule, rank, *held)) for rank in range(len(self.events)))
+        ranks = range(len(self.events))
+        return tuple(self._curve(rank, memory_steps(self.schedule, rank, self.costs)) for rank in ranks)
 
     def memory_of(
         self, after_f: Sequence[float], after_i: Sequence[float], gathered: Sequence[float] | None = None
@@ -161,10 +160,12 @@ class Timeline:
 
     def _curve(self, rank: int, levels: Iterator[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
         curve = [(0.0, 0.0)]
-        clock = 0.0  # of the rank, which does not wait for upkeep
+        clock = 0.0  # of the rank, which waits for no upkeep but OFFLOAD
         for event, (during, after) in zip(self.events[rank], levels, strict=True):
-            begin = clock if isinstance(event.action, Upkeep) else event.start
-            clock = clock if isinstance(event.action, Upkeep) else event.end
+            if isinstance(event.action, Upkeep):
+                begin = clock = max(clock, event.end) if event.action.op == "OFFLOAD" else clock
+            else:
+                begin, clock = event.start, event.end
             for time, level in ((begin, during), (clock, after)):
                 if time == curve[-1][0]:  # what is freed and taken at the same time was never free
                     curve.pop()
@@ -174,11 +175,16 @@ class Timeline:
 
     @classmethod
     def measured(
-        cls, schedule: "Schedule", times: Sequence[Sequence[tuple[float, float]]], memory_after_I: float = 1.0
+        cls,
+        schedule: "Schedule",
+        times: Sequence[Sequence[tuple[float, float]]],
+        memory_after_I: float = 1.0,
+        costs: Costs | None = None,
     ) -> "Timeline":
         """Build a timeline from measured times: each rank's (start, end) of every action, all on one clock.
 
-        The first start becomes 0. A measured timeline has no critical path and no bottlenecks.
+        The first start becomes 0. A measured timeline has no critical path and no bottlenecks. Its memory is that of
+        ``costs``, if given, of which nothing else counts.
 
         Example:
             >>> from sternway import schedule
@@ -194,7 +200,8 @@ class Timeline:
             ]
             for rank, pairs in enumerate(times)
         ]
-        return timeline_of(schedule, Costs(memory_after_I=memory_after_I), events)
+        memory = Costs(memory_after_I=memory_after_I) if costs is None else costs.memory_alone()
+        return timeline_of(schedule, memory, events)
 
     def to_chrome_trace(self) -> str:
         """Return a Chrome trace (JSON), which Perfetto and chrome://tracing open."""

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Step, Upkeep
+from sternway.schedule._action import MOVES, Step, Upkeep
 from sternway.schedule._schedule import Schedule
 
 
@@ -44,8 +44,17 @@ def sharded(schedule: Schedule, *, stages: Collection[int] | None = None, gather
         "pass 1 or more, or leave it out",
     )
     held = set(range(schedule.num_stages)) if stages is None else set(stages)
-    rows = [tuple(_with_upkeep(computed(steps), held, gathered or len(held))) for steps in schedule.actions]
+    rows = [tuple(_with_upkeep(without_shards(steps), held, gathered or len(held))) for steps in schedule.actions]
     return replace(schedule, actions=tuple(rows))
+
+
+def without_shards(steps: Sequence[Step]) -> list[Step]:
+    """Return the steps without what sharded stages need."""
+    return [step for step in steps if not _is_of_shards(step)]
+
+
+def _is_of_shards(step: Step) -> bool:
+    return isinstance(step, Upkeep) and step.op not in MOVES
 
 
 def computed(steps: Sequence[Step]) -> list[Step]:
@@ -89,7 +98,9 @@ def check_upkeep(schedule: Schedule) -> None:
     Raises:
         ScheduleError: it is not, with rank and step.
     """
-    kept = {step.stage for steps in schedule.actions for step in steps if isinstance(step, Upkeep)}
+    kept = {
+        step.stage for steps in schedule.actions for step in steps if isinstance(step, Upkeep) and _is_of_shards(step)
+    }
     if not kept:
         return
     holder = schedule.stage_ranks()
@@ -99,7 +110,7 @@ def check_upkeep(schedule: Schedule) -> None:
         reduced: set[int] = set()
         for index, step in enumerate(steps):
             fault = None
-            if not isinstance(step, Upkeep):
+            if not isinstance(step, Upkeep) or step.op in MOVES:
                 fault = _needs_gathering(step, kept - now)
             elif step.stage >= len(holder) or holder[step.stage] != rank:
                 fault = "of a stage that the rank does not hold", "move it to the rank of its stage"

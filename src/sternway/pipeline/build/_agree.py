@@ -19,6 +19,7 @@ from sternway.pipeline.step._stage import LossFn, Stage
 from sternway.pipeline.step._tuner import Tuner
 from sternway.pipeline.transport._facts import checksum
 from sternway.pipeline.transport._transport import Transport
+from sternway.saved import Offload
 from sternway.schedule import Costs, Schedule, Upkeep
 
 
@@ -53,6 +54,7 @@ def make_stages(
     saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None,
     scaler: GradScaler | None,
     cuda_graphs: bool = False,
+    offload: Callable[[], Offload] | None = None,
 ) -> dict[int, Stage]:
     """The stages of a plan that are here."""
     last = plan.schedule.num_stages - 1
@@ -65,9 +67,15 @@ def make_stages(
             saved=saved if saved is None or isinstance(saved, AbstractContextManager) else saved(index),
             scale=None if scaler is None else scaler.scale,
             cuda_graphs=cuda_graphs,
+            recompute=plan.cut is None and index in plan.schedule.recompute,
+            offload=offload,
         )
         for index, module in sorted(plan.modules.items())
     }
+
+
+def _stages(indices: tuple[int, ...]) -> str:
+    return f"stage{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
 
 
 def make_tuner(
@@ -86,8 +94,8 @@ def make_tuner(
     """
     if request.schedule != "auto" or not transport.mine or request.ranks == 1:
         return None
-    held = {step.stage for steps in first.actions for step in steps if isinstance(step, Upkeep)}
-    everyone, memory_after_i = request.everyone, plan.costs.memory_after_I
+    held = {step.stage for row in first.actions for step in row if isinstance(step, Upkeep) and step.op == "UNSHARD"}
+    everyone, costs = request.everyone, plan.costs
 
     def everywhere(mine: bool) -> Callable[[], bool]:
         rows = transport.gather_later(lambda: [[float(mine)]], everyone)
@@ -100,7 +108,7 @@ def make_tuner(
         None if plan.room is None else plan.room.fits,
         everywhere,
         sharded=(lambda schedule: schedules.sharded(schedule, stages=held, gathered=gathered)) if held else None,
-        agree=None if everyone is None else lambda own: first_timeline(own, transport, everyone, memory_after_i),
+        agree=None if everyone is None else lambda own: first_timeline(own, transport, everyone, costs),
     )
 
 
@@ -127,7 +135,7 @@ def describe(plan: BuildPlan, transport: Transport, nbytes: int) -> str:
         )
         lines.append(f"  planned   {1e3 * timeline.makespan:.2f} ms, bubble {timeline.bubble_rate:.1%}{memory}")
     if plan.room is not None:
-        again = ", blocks computed again" if plan.room.recompute else ""
+        again = f", blocks of {_stages(schedule.recompute)} computed again" if schedule.recompute else ""
         peak = show_bytes(plan.room.peak(schedule))
         lines.append(f"  memory    at most {peak} of {show_bytes(plan.room.limit)} on a rank, with AdamW{again}")
     return "\n".join(lines)

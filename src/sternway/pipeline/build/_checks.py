@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +16,14 @@ from torch.distributed.tensor import DTensor
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan
 from sternway.pipeline.build._request import BuildRequest
+from sternway.pipeline.build._shadow import STATEFUL
 from sternway.pipeline.build._weights import is_empty
 from sternway.pipeline.step._microbatch import ChunkSpec
 from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._routes import MAIN
 from sternway.pipeline.transport._transport import Transport
+from sternway.saved import Offload, offload
 from sternway.schedule import Costs, Schedule
 
 EPSILON = 1e-9  # rounding
@@ -148,6 +152,56 @@ def _check_mesh_of(name: str, parameter: DTensor, mesh: PipelineMesh | None, by_
             got=f"{got}; data differ along {mesh.data}",
             fix="use a dimension of its own for tensor parallelism; name data_dims= if these are experts",
         )
+
+
+def check_recompute(plan: BuildPlan, cuda_graphs: bool) -> None:
+    """Raise if a stage that was passed as it is cannot run its forward twice."""
+    for index in plan.schedule.recompute if plan.cut is None else ():
+        modules = list(plan.modules[index].modules()) if index in plan.modules else []
+        stateful = next((type(module).__name__ for module in modules if isinstance(module, STATEFUL)), None)
+        sharded = next((type(module).__name__ for module in modules if isinstance(module, FSDPModule)), None)
+        got = stateful or sharded or ("cuda_graphs=True" if cuda_graphs else None)
+        if got is not None:
+            raise PipelineError(
+                f"stage {index} cannot be recomputed: it must not change buffers, be sharded or be captured",
+                got=got,
+                fix=f"leave {index} out of the schedule's recompute, or use torch.utils.checkpoint inside the stage",
+            )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` has sharded a part of a module."""
+    return any(isinstance(each, FSDPModule) for each in module.modules())
+
+
+def offload_policy(
+    schedule: Schedule, to: str | Path | None, device: torch.device, cuda_graphs: bool, sharded: bool
+) -> Callable[[], Offload] | None:
+    """What makes the policies that move microbatches; None if the schedule moves none.
+
+    Raises:
+        PipelineError: if what it moves would not leave the device's memory, or cannot be moved.
+    """
+    if not any(schedule.moved(rank) for rank in range(schedule.ranks)):
+        if to is not None:
+            raise PipelineError(
+                "offload_to is for a schedule with OFFLOAD", got=schedule.name, fix="pass schedule.offloaded(…)"
+            )
+        return None
+    if cuda_graphs or sharded:
+        raise PipelineError(
+            "a schedule with OFFLOAD cannot have captured or sharded stages",
+            got="cuda_graphs=True" if cuda_graphs else "sharded stages",
+            fix="leave it out, or pass a schedule without OFFLOAD",
+        )
+    if device.type == "cpu" and to is None:
+        raise PipelineError(
+            "a schedule with OFFLOAD on the CPU needs a folder: its activations are in the host's memory already",
+            got="offload_to=None",
+            fix="pass offload_to=, a folder on a disk",
+        )
+    target: dict[str, Any] = {"to": "cpu"} if to is None else {"to": "disk", "directory": to}
+    return functools.partial(offload, budget=0, prefetch=0, min_bytes=0, **target)
 
 
 def check_placement(plan: BuildPlan, request: BuildRequest, transport: Transport) -> None:

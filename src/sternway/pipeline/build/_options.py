@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +16,7 @@ from sternway.pipeline.build._partition import Layout, lay_out, weights
 from sternway.pipeline.build._profile import Profile, profile
 from sternway.pipeline.build._rehearse import Rehearsal
 from sternway.pipeline.build._request import BuildRequest
-from sternway.pipeline.build._room import Room, no_room, rooms
+from sternway.pipeline.build._room import Limit, Recompute, Room, cost_of, no_room, rooms
 from sternway.pipeline.build._shadow import recomputing
 from sternway.pipeline.build._shard_stage import shard_stages_of
 from sternway.pipeline.build._weights import on_zeros
@@ -36,13 +35,12 @@ class PlanOption:
     starts: list[int]
     schedule: Schedule
     costs: Costs
-    limit: float
+    limit: Limit
     room: Room | None = None
 
     def cost(self) -> tuple[float, float]:
         """The time of a step among others, and that of one alone."""
-        timeline = self.schedule.simulate(self.costs)
-        return timeline.period, timeline.makespan
+        return cost_of(self.schedule, self.costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +73,7 @@ def draft_plans(request: BuildRequest, transport: Transport) -> Draft | None:
     if request.memory is None:
         return Draft(layout, measured, [_option(request, starts, measured) for starts in ways])
     found = _agreed_rooms(request, model, layout, ways, transport)
-    options = [
-        _option(request, starts, measured, room) for starts, each in zip(ways, found, strict=True) for room in each
-    ]
+    options = [_option(request, starts, measured, room) for starts, room in zip(ways, found, strict=True)]
     fitting = [option for option in options if option.room is not None and option.room.fits(option.schedule)]
     if not fitting:
         smallest = min(options, key=lambda option: option.room.peak(option.schedule) if option.room else 0)
@@ -100,9 +96,8 @@ def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOpt
     spans, shard = [], request.shard if _can_copy(request, transport) else None
     options = sorted(draft.options, key=lambda option: option.cost())[:_REHEARSED]
     for option in options:
-        again = option.room is not None and option.room.recompute
         model = request.stages if shard is None else copy.deepcopy(request.stages)
-        with recomputing(model, draft.layout) if again else nullcontext():
+        with recomputing(model, draft.layout, option.starts, option.schedule.recompute):
             cut = draft.layout.cut(model, option.starts)
             parts = {index: ModelPart(cut, index) for index in stages_here(request, transport, option.schedule)}
             if shard is not None:
@@ -182,13 +177,18 @@ def stages_here(request: BuildRequest, transport: Transport, schedule: Schedule)
 def _option(request: BuildRequest, starts: list[int], measured: Profile | None, room: Room | None = None) -> PlanOption:
     costs = measured.grouped(starts).costs if measured is not None else Costs()
     if room is not None:
-        costs = room.costs(costs)
+        costs = room.costs(costs, request.ranks)
     per_rank = max(1, len(starts) // request.ranks)
-    limit = limit_of(request, costs)
+    limit: Limit = limit_of(request, costs)
     if room is not None and request.schedule == "auto":
-        plan, limit = room.best(lambda most: schedule_of(request, costs, most, per_rank), limit, costs)
+
+        def find(limit: Limit, recompute: Recompute) -> Schedule:
+            return schedule_of(request, costs, limit, recompute, per_rank)
+
+        plan, limit = room.best(find, limit_of(request, costs), costs)
     else:
-        plan = schedule_of(request, costs, limit, per_rank)
+        plan = schedule_of(request, costs, limit, stages_per_rank=per_rank)
+        plan = plan if room is None or plan.num_stages != len(starts) else room.lightest(plan, costs)
     if plan.num_stages != len(starts):
         raise PipelineError(
             f"schedule {plan.name} needs {plan.num_stages} stages",
@@ -200,12 +200,12 @@ def _option(request: BuildRequest, starts: list[int], measured: Profile | None, 
 
 def _agreed_rooms(
     request: BuildRequest, model: nn.Module, layout: Layout, ways: list[list[int]], transport: Transport
-) -> list[list[Room]]:
+) -> list[Room]:
     """What the first rank counts, on all ranks, so that all decide alike."""
     assert request.memory is not None
     limit = request.memory
 
-    def count() -> list[list[Room]]:
+    def count() -> list[Room]:
         if request.sample is None:
             raise PipelineError("memory needs a sample, on the first rank", got="none", fix="pass sample=")
         sample, target, loss_fn, shards = request.sample, request.sample_target, request.loss_fn, request.shards
@@ -213,11 +213,17 @@ def _agreed_rooms(
 
     if not transport.mine:
         return count()
-    found: Outcome[list[list[Room]]] = Outcome(count) if transport.mine == (0,) else Outcome.of([])
+    found: Outcome[list[Room]] = Outcome(count) if transport.mine == (0,) else Outcome.of([])
     return transport.crew().share(found)[0].result()
 
 
-def schedule_of(request: BuildRequest, costs: Costs, limit: float, stages_per_rank: int = 1) -> Schedule:
+def schedule_of(
+    request: BuildRequest,
+    costs: Costs,
+    limit: Limit,
+    recompute: Recompute = (),
+    stages_per_rank: int = 1,
+) -> Schedule:
     """The schedule that was passed, or made by its name; for "auto" the best that a search finds."""
     wanted, ranks, microbatches = request.schedule, request.ranks, request.n_microbatches
     if isinstance(wanted, Schedule):
@@ -229,7 +235,12 @@ def schedule_of(request: BuildRequest, costs: Costs, limit: float, stages_per_ra
     if wanted != "auto":
         return schedules.make(wanted, ranks=ranks, microbatches=microbatches)
     return schedules.search(
-        costs, ranks=ranks, microbatches=microbatches, memory_limit=limit, stages_per_rank=stages_per_rank
+        costs,
+        ranks=ranks,
+        microbatches=microbatches,
+        memory_limit=limit,
+        stages_per_rank=stages_per_rank,
+        recompute=recompute,
     )
 
 
@@ -237,7 +248,10 @@ def limit_of(request: BuildRequest, costs: Costs) -> float:
     """What a rank may keep under "auto", in forwards of one microbatch."""
     if request.memory_limit is not None:
         return request.memory_limit
-    return 2 * request.ranks * max(1.0, costs.memory_after_I)
+    after_f, after_i = (
+        sum(each) if isinstance(each, Sequence) else each for each in (costs.memory_after_F, costs.memory_after_I)
+    )
+    return 2 * request.ranks * (max(1.0, after_i / after_f) if after_f else 1.0)
 
 
 def _measure(request: BuildRequest, model: nn.Module, layout: Layout, transport: Transport) -> Profile | None:

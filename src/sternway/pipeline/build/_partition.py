@@ -43,16 +43,20 @@ class Layout:
         """The modules at which a stage may begin."""
         return [self.calls[point][0] for point in self.points]
 
-    def cut(self, model: nn.Module, starts: Sequence[int]) -> CutModel:
-        """The model in stages that begin at these of the points."""
+    def stage_of_call(self, starts: Sequence[int]) -> dict[Call, int]:
+        """The stage of each call, if stages begin at these of the points."""
         points = self.points
         begins = {points[start] for start in starts if start < len(points)}  # a model of one stage may have none
-        stage, stage_of_call = -1, {}
+        stage, stage_of_call = -1, dict[Call, int]()
         for place, call in enumerate(self.calls):
             stage += place in begins
             stage_of_call[call] = max(stage, 0)
+        return stage_of_call
+
+    def cut(self, model: nn.Module, starts: Sequence[int]) -> CutModel:
+        """The model in stages that begin at these of the points."""
         pieces = list(dict.fromkeys(name for name, _ in self.calls))
-        return CutModel(model, pieces, stage_of_call, self.flow)
+        return CutModel(model, pieces, self.stage_of_call(starts), self.flow)
 
     def balanced(self, costs: Sequence[float], parts: int) -> list[int]:
         """Where ``parts`` stages of equal cost begin, as far as possible, given the cost from each point to the next.

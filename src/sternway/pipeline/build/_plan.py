@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from sternway.pipeline.build._partition import lay_out, layout_of, weights
 from sternway.pipeline.build._profile import Profile
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._room import Room
-from sternway.pipeline.build._shadow import recompute_blocks
+from sternway.pipeline.build._shadow import recompute_stages
 from sternway.pipeline.build._weights import fill
 from sternway.pipeline.forward._part import CutModel, ModelPart
 from sternway.pipeline.transport._transport import Transport
@@ -33,7 +33,7 @@ class BuildPlan:
         cuts: the modules of a whole model at which stages begin; None if stages were passed one by one.
         profile: what was measured, one entry for each stage; None if nothing was.
         cut: the whole model, cut; None if stages were passed one by one.
-        limit: how many microbatches' activations another plan for "auto" may keep.
+        limit: how many microbatches' activations another plan for "auto" may keep; one number, or one for each rank.
         room: the bytes of a rank, if they are limited.
     """
 
@@ -43,12 +43,15 @@ class BuildPlan:
     cuts: tuple[str, ...] | None = None
     profile: Profile | None = None
     cut: CutModel | None = None
-    limit: float = 0.0
+    limit: float | Sequence[float] = 0.0
     room: Room | None = None
 
     def peak_bytes(self) -> list[int] | None:
-        """The most bytes of activations that each rank holds at once by this plan, if they were measured."""
-        if self.profile is None:
+        """The most bytes of activations that each rank holds at once by this plan, if they were measured.
+
+        None with stages that are recomputed, which were measured as they are otherwise.
+        """
+        if self.profile is None or self.schedule.recompute:
             return None
         curves = self.schedule.simulate().memory_of(self.profile.bytes_after_F, self.profile.bytes_after_I)
         return [int(max(level for _, level in curve)) for curve in curves]
@@ -83,8 +86,7 @@ def _from_model(
 ) -> BuildPlan:
     """A whole model: cut it, and keep this process's stages."""
     layout, measured = draft.layout, draft.measured
-    if best.room is not None and best.room.recompute:
-        recompute_blocks(model, layout)
+    recompute_stages(model, layout, best.starts, best.schedule.recompute)
     cut = layout.cut(model, best.starts)
     here = stages_here(request, transport, best.schedule)
     if request.weights is not None:

@@ -80,6 +80,9 @@ def _of_rank(plan: Schedule, rank: int, weights: Sequence[StageWeight], optimize
     messages = list(message_bytes(plan, rank, [each.message for each in weights]))
     for step, around in zip(plan.actions[rank], messages, strict=True):
         if isinstance(step, Upkeep):
+            if step.microbatch is not None:
+                kept = weights[step.stage].actions["F"].left
+                held += -kept if step.op == "OFFLOAD" else kept
             most = max(most, (held + around + whole.during(step), held, whole.now))
         for action in step.actions:
             each = weights[action.stage].actions[action.op]
@@ -115,12 +118,12 @@ class _Gathered:
         self._graded: set[int] = set()
 
     def during(self, step: Upkeep) -> int:
-        """The most while stages are gathered, reduced or freed; afterwards ``now`` is what is left."""
+        """The most while a step of upkeep runs; afterwards ``now`` is what is left."""
         each = self._weights[step.stage]
         parameters = each.parameters - each.buffers
         if step.op == "UNSHARD":
             self.now += parameters
-        most = self.now + (0 if step.op == "RESHARD" else each.largest)
+        most = self.now + (each.largest if step.op in ("UNSHARD", "REDUCE_GRAD") else 0)
         if step.op == "RESHARD":
             self.now -= parameters
         return most

@@ -68,7 +68,7 @@ class Rehearsal:
         parts: Mapping[int, nn.Module],
         schedule: Schedule,
         costs: Costs,
-        memory_limit: float,
+        memory_limit: float | Sequence[float],
         room: Room | None = None,
     ) -> float:
         """The seconds of a step among others, once the order fits what the stages cost in it.
@@ -131,7 +131,11 @@ class Rehearsal:
                 stage.shards.finish()
             stage.clear()
         read = gather_timeline(
-            schedule, self._transport, lambda: {rank: times if on_gpu is None else on_gpu.read()}, self._offsets, 1.0
+            schedule,
+            self._transport,
+            lambda: {rank: times if on_gpu is None else on_gpu.read()},
+            self._offsets,
+            Costs(),
         )
         return read()
 

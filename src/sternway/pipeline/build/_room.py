@@ -1,14 +1,15 @@
 """Plans within a number of bytes: what each rank holds under a plan is counted, as by ``fit``, not guessed.
 
-A search takes its limit in microbatches. Here the largest such limit is found with which the plan stays within the
-bytes of every rank, for blocks that keep their activations and for blocks that compute them again.
+A search is given what each stage keeps, as it is and if its blocks are recomputed, and what each rank has left for
+that: its bytes, less parameters, gradients, the optimizer's state, messages, and what an action takes while it runs.
+What it finds is counted once more, action by action.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -22,10 +23,8 @@ from sternway.pipeline.build._shadow import blank, own_or_total, recompute_block
 from sternway.pipeline.build._weigh import StageWeight, weigh
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn
-from sternway.schedule import Costs, Schedule, candidates
+from sternway.schedule import Costs, Schedule, fuse, make, names
 
-_TRIES = 16  # limits between nothing and the largest
-_MANY = 100  # plans: all of them
 _OPTIMIZER = OPTIMIZERS["adamw"]
 
 
@@ -36,18 +35,22 @@ class Room:
     Attributes:
         limit: the bytes of a rank.
         weights: what each stage takes.
-        recompute: whether repeated blocks run under activation checkpointing.
+        again: what each takes if the blocks that the model repeats are recomputed; None if there are none.
         shards: how parameters are sharded; None if they are not.
     """
 
     limit: int
     weights: list[StageWeight]
-    recompute: bool
+    again: list[StageWeight] | None
     shards: Shards | None = None
 
     def ranks(self, plan: Schedule) -> tuple[RankBytes, ...]:
         """What each rank holds under a plan when it holds most."""
-        return rank_bytes(plan, self.weights, _OPTIMIZER, self.shards)
+        chosen = [
+            self.again[stage] if self.again is not None and stage in plan.recompute else weight
+            for stage, weight in enumerate(self.weights)
+        ]
+        return rank_bytes(plan, chosen, _OPTIMIZER, self.shards)
 
     def peak(self, plan: Schedule) -> int:
         """The most bytes on any rank."""
@@ -57,56 +60,93 @@ class Room:
         """Whether no rank holds more than it has."""
         return self.peak(plan) <= self.limit
 
-    def costs(self, plain: Costs) -> Costs:
-        """The costs of these stages, given those of stages that keep their activations."""
-        kept = sum(each.actions["F"].left for each in self.weights)
-        after = kept + sum(each.actions["I"].left for each in self.weights)
-        ratio = max(0.0, after / kept) if kept > 0 else 1.0
-        if not self.recompute:
-            return replace(plain, memory_after_I=ratio)
-        whole = None if plain.B is None else _plus(plain.B, plain.F)
-        return replace(plain, I=_plus(plain.I, plain.F), B=whole, memory_after_I=ratio)
+    def costs(self, plain: Costs, ranks: int) -> Costs:
+        """The costs with what these stages keep; the unit of memory is what F keeps on a rank, on average."""
+        unit = max(1.0, sum(each.actions["F"].left for each in self.weights) / ranks)
 
-    def best(self, find: Callable[[float], Schedule], most: float, costs: Costs) -> tuple[Schedule, float]:
-        """The fastest plan that stays within the bytes, searched or named, and its limit in microbatches.
+        def units(sizes: Iterable[int]) -> list[float]:
+            return [max(0, size) / unit for size in sizes]
+
+        after_f = [each.actions["F"].left for each in self.weights]
+        after_i = [each.actions["F"].left + each.actions["I"].left for each in self.weights]
+        costs = replace(plain, activation_bytes=unit, memory_after_F=units(after_f), memory_after_I=units(after_i))
+        if self.again is None:
+            return costs
+        inputs = [each.actions["F"].left for each in self.again]
+        backward = [each.actions["B"].peak for each in self.again]
+        beyond = [max(0, most - _working(each)) for most, each in zip(backward, self.weights, strict=True)]
+        whole = [sum(both) for both in zip(inputs, beyond, strict=True)]
+        return replace(costs, memory_input=units(inputs), memory_again=units(whole))
+
+    def limits(self, plan: Schedule, costs: Costs) -> list[float]:
+        """What each rank of a plan has left for what its stages keep, in units of these costs."""
+        found = []
+        for rank, stages in zip(self.ranks(plan), plan.placement, strict=True):
+            anyway = rank.parameters + rank.gradients + rank.optimizer + rank.gathered + rank.messages
+            working = max(_working(self.weights[stage]) for stage in stages)
+            found.append(max(0, self.limit - anyway - working) / costs.activation_bytes)
+        return found
+
+    def best(self, find: Find, most: float, costs: Costs) -> tuple[Schedule, Limit]:
+        """The fastest plan that stays within the bytes, searched or named, and its limit in units of memory.
 
         If there is none, the smallest plan.
         """
-        plan, limit = self._largest(find, most)
-        plans = candidates(plan, costs, memory_limit=most, count=_MANY)
-        fastest = next((each for each in plans if self.fits(each)), None)
-        plan = fastest or min([plan, *plans], key=self.peak)
-        return plan, max(limit, plan.simulate(costs).peak_memory)
-
-    def _largest(self, find: Callable[[float], Schedule], most: float) -> tuple[Schedule, float]:
-        """The plan with the largest limit in microbatches that stays within the bytes, and that limit.
-
-        If there is none, the smallest plan.
-        """
-        best = find(most), most
-        if self.fits(best[0]):
-            return best
-        low, high = 1, _TRIES - 1
-        while low <= high:
-            middle = (low + high) // 2
-            limit = most * middle / _TRIES
+        ample = find(most, ())
+        limits = [min(most, limit) for limit in self.limits(ample, costs)]
+        plans = [ample]
+        if not self.fits(ample):
+            everything = tuple(range(ample.num_stages)) if self.again is not None else ()
             try:
-                plan = find(limit)
-            except ScheduleError:  # not even one microbatch
-                low = middle + 1
-                continue
-            if self.fits(plan) or not self.fits(best[0]):
-                best = plan, limit
-            low, high = (middle + 1, high) if self.fits(plan) else (low, middle - 1)
-        return best
+                plans.append(find(limits, "auto" if everything else ()))
+            except ScheduleError:  # not even one microbatch, by this count, which is a little too high
+                limits = [most] * len(limits)
+            plans += [replace(plan, recompute=same) for plan in _named(ample) for same in {(), everything}]
+        fitting = [plan for plan in plans if self.fits(plan)]
+        if not fitting:
+            return min(plans, key=self.peak), limits
+        best = min((fuse(plan, costs) for plan in fitting), key=lambda plan: cost_of(plan, costs))
+        peaks = best.simulate(costs).peaks
+        return best, [max(both) for both in zip(limits, peaks, strict=True)]
+
+    def lightest(self, plan: Schedule, costs: Costs) -> Schedule:
+        """A given order of actions with as few stages recomputed as fit; with all, if even that does not fit."""
+        if self.fits(plan) or plan.recompute or self.again is None:
+            return plan
+        chosen = list(range(plan.num_stages))
+        for stage in sorted(chosen, key=lambda stage: -costs.per_stage(plan.placement).F[stage]):
+            fewer = replace(plan, recompute=tuple(each for each in chosen if each != stage))
+            if self.fits(fewer):
+                chosen.remove(stage)
+        return replace(plan, recompute=tuple(chosen))
 
 
-def _plus(times: float | Sequence[float], more: float | Sequence[float]) -> float | list[float]:
-    if isinstance(times, Sequence) and isinstance(more, Sequence):
-        return [time + other for time, other in zip(times, more, strict=True)]
-    assert isinstance(times, float), "one number, or one for each stage"
-    assert isinstance(more, float)
-    return times + more
+Limit = float | Sequence[float]
+Recompute = Sequence[int] | Literal["auto"]
+Find = Callable[[Limit, Recompute], Schedule]
+"""Searches within a limit of memory, with these stages recomputed."""
+
+
+def _named(like: Schedule) -> Iterator[Schedule]:
+    """The named schedules that place as many stages in the same way."""
+    for name in names():
+        try:
+            made = make(name, ranks=like.ranks, microbatches=like.n_microbatches)
+        except ScheduleError:  # it does not exist for these numbers
+            continue
+        if made.placement == like.placement:
+            yield made
+
+
+def cost_of(plan: Schedule, costs: Costs) -> tuple[float, float]:
+    """The time of a step among others, and that of one alone."""
+    timeline = plan.simulate(costs)
+    return timeline.period, timeline.makespan
+
+
+def _working(weight: StageWeight) -> int:
+    """The most that an action of a stage takes while it runs, beyond what was there and what it leaves."""
+    return max(each.peak - max(0, each.left) for each in weight.actions.values())
 
 
 def rooms(
@@ -118,22 +158,20 @@ def rooms(
     target: Any,
     loss_fn: LossFn | None,
     shards: Shards | None = None,
-) -> list[list[Room]]:
-    """For each way to cut the model: the room of its stages as they are, and, if blocks repeat, with recomputation."""
+) -> list[Room]:
+    """For each way to cut the model, the room of its stages."""
     with without_memory():
         made = shadow(model)
         arguments, keywords = arguments_of(replace_leaves(blank, sample))
         microbatch = Microbatch(arguments, keywords, target=0 if target is None else replace_leaves(blank, target))
         loss = loss_fn if loss_fn is not None and target is not None else own_or_total
 
-        def weighed(recompute: bool) -> list[Room]:
-            parts = (layout.cut(made, way).parts() for way in ways)
-            return [Room(limit, weigh(each, microbatch, loss), recompute, shards) for each in parts]
+        def weighed() -> list[list[StageWeight]]:
+            return [weigh(layout.cut(made, way).parts(), microbatch, loss) for way in ways]
 
-        found = [weighed(False)]
-        if recompute_blocks(made, layout, randomly=False):
-            found.append(weighed(True))
-    return [list(each) for each in zip(*found, strict=True)]
+        plain = weighed()
+        again = weighed() if recompute_blocks(made, layout, randomly=False) else [None] * len(plain)
+    return [Room(limit, *both, shards) for both in zip(plain, again, strict=True)]
 
 
 def no_room(limit: int, smallest: tuple[RankBytes, ...], name: str) -> PipelineError:

@@ -14,7 +14,7 @@ from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.step._times import RankTimes
 from sternway.pipeline.transport._later import Rows
 from sternway.pipeline.transport._transport import Transport
-from sternway.schedule import Schedule, Timeline
+from sternway.schedule import Costs, Schedule, Timeline
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -82,7 +82,7 @@ def gather_timeline(
     transport: Transport,
     times: Callable[[], RankTimes],
     offsets: list[float],
-    memory_after_i: float,
+    costs: Costs,
 ) -> Callable[[], Timeline]:
     """A function that waits for the times of every rank, and puts them on the clock of the first."""
     width = max(len(steps) for steps in schedule.actions)
@@ -102,13 +102,13 @@ def gather_timeline(
         for rank, row in enumerate(rows()):
             used = len(schedule.actions[rank])
             everyone.append([(row[2 * i] - offsets[rank], row[2 * i + 1] - offsets[rank]) for i in range(used)])
-        return Timeline.measured(schedule, everyone, memory_after_i)
+        return Timeline.measured(schedule, everyone, costs=costs)
 
     return timeline
 
 
 def first_timeline(
-    own: Callable[[], Timeline], transport: Transport, everyone: Sequence[int], memory_after_i: float
+    own: Callable[[], Timeline], transport: Transport, everyone: Sequence[int], costs: Costs
 ) -> Callable[[], Timeline]:
     """A function that waits for the timeline of the first of several copies of a pipeline, given that of this one.
 
@@ -121,6 +121,6 @@ def first_timeline(
     def timeline() -> Timeline:
         numbers, schedule = iter(rows()[0]), own().schedule
         spans = [[(next(numbers), next(numbers)) for _ in steps] for steps in schedule.actions]
-        return Timeline.measured(schedule, spans, memory_after_i)
+        return Timeline.measured(schedule, spans, costs=costs)
 
     return timeline

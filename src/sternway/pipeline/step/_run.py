@@ -52,6 +52,7 @@ def run_rank(step: RankStep) -> RankProgram:
         PipelineError: whatever went wrong in an action, with rank, stage and action.
     """
     left = dict.fromkeys(step.stages, len(step.microbatches))
+    moved = step.schedule.moved(step.rank) if step.training else frozenset()
     for index, planned in enumerate(step.schedule.actions[step.rank]):
         if isinstance(planned, Upkeep):
             _run_upkeep(step, index, planned)
@@ -67,7 +68,7 @@ def run_rank(step: RankStep) -> RankProgram:
         made: list[Send] = []
         for action in actions:
             try:
-                made += _run_action(step, action, arrived)
+                made += _run_action(step, action, arrived, (action.stage, action.microbatch) in moved)
             except Exception as error:
                 raise _located(step, index, action, error) from error
             if action.op in "WB":
@@ -80,7 +81,7 @@ def run_rank(step: RankStep) -> RankProgram:
         yield from made
 
 
-def _run_action(step: RankStep, action: Action, arrived: dict[MessageKey, Payload]) -> list[Send]:
+def _run_action(step: RankStep, action: Action, arrived: dict[MessageKey, Payload], moved: bool) -> list[Send]:
     stage, i = step.stages[action.stage], action.microbatch
     payloads = {key.channel: arrived[key] for key in step.routes.received(action)}
     if action.op == "W":
@@ -90,7 +91,7 @@ def _run_action(step: RankStep, action: Action, arrived: dict[MessageKey, Payloa
         if step.training:
             seed_forward(step.seed, action.stage, i, step.device)
         with torch.set_grad_enabled(step.training):
-            made = stage.forward(i, step.microbatches[i], payloads, step.keep_outputs)
+            made = stage.forward(i, step.microbatches[i], payloads, step.keep_outputs, moved)
         missing = {key.channel for key in step.routes.sent(action)} ^ made.keys()
         if missing:
             raise PipelineError(
@@ -105,17 +106,24 @@ def _run_action(step: RankStep, action: Action, arrived: dict[MessageKey, Payloa
 
 
 def _run_upkeep(step: RankStep, index: int, upkeep: Upkeep) -> None:
-    """Gather, free or reduce what a stage has sharded. Without a backward there is nothing to reduce."""
+    """Gather, free or reduce what a stage has sharded, or move what a microbatch keeps.
+
+    Without a backward there is nothing to reduce, and nothing is kept.
+    """
     start = time.perf_counter()
     if step.stream_times is not None:
         step.stream_times.mark()
         step.stream_times.mark()
-    shards = step.stages[upkeep.stage].shards
-    if shards is not None and (step.training or upkeep.op != "REDUCE_GRAD"):
-        try:
-            shards.run(upkeep.op)
-        except Exception as error:
-            raise _located(step, index, upkeep, error) from error
+    stage = step.stages[upkeep.stage]
+    try:
+        if upkeep.microbatch is not None:
+            if step.training:
+                mover = stage.mover(upkeep.microbatch)
+                mover.put_away() if upkeep.op == "OFFLOAD" else mover.bring_back()
+        elif stage.shards is not None and (step.training or upkeep.op != "REDUCE_GRAD"):
+            stage.shards.run(upkeep.op)
+    except Exception as error:
+        raise _located(step, index, upkeep, error) from error
     step.times.append((start, time.perf_counter()))
 
 

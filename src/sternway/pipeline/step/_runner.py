@@ -40,7 +40,7 @@ from sternway.pipeline.transport._facts import StepFacts, checksum
 from sternway.pipeline.transport._later import to_host
 from sternway.pipeline.transport._routes import Routes
 from sternway.pipeline.transport._transport import Transport
-from sternway.schedule import Schedule
+from sternway.schedule import Costs, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,13 @@ class StepRunner:
         guard: Guard,
         chunk: ChunkSpec,
         offsets: list[float],
-        memory_after_i: float,
+        costs: Costs,
         tuner: Tuner | None = None,
     ) -> None:
         self._stages, self.schedule, self._routes, self._transport = stages, schedule, routes, transport
         self._tuner = tuner
         self._ranks_here, self._gradients, self._guard, self._chunk = ranks_here, gradients, guard, chunk
-        self._offsets, self._memory_after_i = offsets, memory_after_i
+        self._offsets, self._costs = offsets, costs
         self._clock = StreamClock(transport.device) if transport.device.type == "cuda" else None
         self._last: _Work | None = None  # of the last training step
         self._trial: Trial | None = None
@@ -189,7 +189,7 @@ class StepRunner:
         outputs = self._outputs(work, options, loss)
         measured = None
         if options.record:
-            measured = gather_timeline(schedule, transport, times, self._offsets, self._memory_after_i)
+            measured = gather_timeline(schedule, transport, times, self._offsets, self._costs)
         fine = options.nonfinite is None or self._all_finite()
         return StepResult(loss, outputs, None if fine else "somewhere", measured)
 

@@ -7,6 +7,7 @@ uses it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from sternway import split
 from sternway._torch.async_tensors import DROPPED, any_drops_gradient
@@ -29,6 +31,7 @@ from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._shards import StageShards
 from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
 from sternway.pipeline.transport._routes import MAIN
+from sternway.saved import Offload
 
 __all__ = ["LossFn", "Stage", "WithSkips", "named_parameters"]
 
@@ -70,10 +73,13 @@ class Stage:
         saved: AbstractContextManager[Any] | None = None,
         scale: Callable[[Tensor], Tensor] | None = None,
         cuda_graphs: bool = False,
+        recompute: bool = False,
+        offload: Callable[[], Offload] | None = None,
     ) -> None:
         self._scale = scale
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
         self._saved = saved or nullcontext()
+        self._offload, self._movers = offload, dict[int, Offload]()
         self.shards = StageShards.of(module, is_first=index == 0, is_last=is_last)
         by_fsdp = frozenset() if self.shards is None else self.shards.names
         self._has_collectives = any(
@@ -84,6 +90,8 @@ class Stage:
             module.uses_own_loss = is_last and loss_fn is None
         self.captured = CapturedStage(index, module) if cuda_graphs else None
         self._call: Callable[..., Any] = self.captured or module
+        if recompute:
+            self._call = functools.partial(_recomputed, self._call)
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self._graphs: dict[int, _Graph] = {}
@@ -92,11 +100,26 @@ class Stage:
         self._weighed = WeighedLoss()
 
     def forward(
-        self, number: int, microbatch: Microbatch, received: dict[str, Payload], keep_output: bool
+        self,
+        number: int,
+        microbatch: Microbatch,
+        received: dict[str, Payload],
+        keep_output: bool,
+        offload: bool = False,
     ) -> dict[str, Payload]:
-        """F: call the module with what arrived, or with the microbatch; returns what to send, by channel."""
-        with self._saved:
+        """F: call the module with what arrived, or with the microbatch; returns what to send, by channel.
+
+        With ``offload``, what it keeps leaves the device; ``mover`` has it.
+        """
+        with self._saved, self.mover(number) if offload else nullcontext():
             return self._forward(number, microbatch, received, keep_output)
+
+    def mover(self, number: int) -> Offload:
+        """What moves the activations of a microbatch; the same in every step, since it keeps its buffers."""
+        if number not in self._movers:
+            assert self._offload is not None, "a pipeline with such a schedule has it"
+            self._movers[number] = self._offload()
+        return self._movers[number]
 
     def _forward(
         self, number: int, microbatch: Microbatch, received: dict[str, Payload], keep_output: bool
@@ -242,6 +265,13 @@ class Stage:
         self._weighed.clear()
         if self.shards is not None:
             self.shards.drop()
+
+
+def _recomputed(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call a stage so that it keeps its inputs alone, and runs again in the backward."""
+    if not torch.is_grad_enabled():
+        return call(*arguments, **keywords)
+    return checkpoint(call, *arguments, use_reentrant=False, **keywords)
 
 
 def _changed_in_place(stage: int) -> PipelineError:

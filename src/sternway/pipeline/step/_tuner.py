@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -92,7 +92,7 @@ class Tuner:
         self,
         schedule: Schedule,
         costs: Costs,
-        memory_limit: float,
+        memory_limit: float | Sequence[float],
         fits: Callable[[Schedule], bool] | None = None,
         everywhere: Everywhere = lambda mine: lambda: mine,
         begin: Callable[[Search], Future[list[Schedule]]] = beside,

@@ -67,6 +67,14 @@ class Offload(Policy):
             text = ", ".join(f"{reason} {show_bytes(size)}" for reason, size in skipped.items())
             warnings.warn(f"saved.offload moved nothing; skipped: {text}. Fix: {_MEND[why]}", stacklevel=3)
 
+    def put_away(self) -> None:
+        """Have by now off the device what is to go: whatever is computed from now on waits for the copies."""
+        self.offloader.put_away()
+
+    def bring_back(self) -> None:
+        """Start to bring back all that is away. Without it, that happens on use, or ``prefetch`` bytes ahead."""
+        self.offloader.bring_back()
+
     def is_there(self, tensor: Tensor) -> bool:
         """Whether the tensor is in the store's memory already."""
         return self.offloader.store.name == tensor.device.type and not self._anywhere

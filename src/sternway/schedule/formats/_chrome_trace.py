@@ -2,8 +2,10 @@
 and a track for what its link carries, where stages are sharded."""
 
 import json
+from collections.abc import Iterator
 
 from sternway.schedule._action import Overlap, Upkeep
+from sternway.schedule._simulate import LINKS
 from sternway.schedule._timeline import Event, Timeline
 
 # Chrome's own colour names; Perfetto picks its own by the event's name.
@@ -35,13 +37,11 @@ def to_chrome_trace(timeline: Timeline) -> str:
         place = {"sort_index": rank}
         events.append({"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": rank, "args": place})
         computing = [event for event in steps if not isinstance(event.action, Upkeep)]
-        events += [_slice(event, (rank, event.step) in critical) for event in computing]
+        for event in computing:
+            again = timeline.schedule.runs_again(event.action)
+            events.append(_slice(event, (rank, event.step) in critical, again))
         if len(computing) < len(steps):
-            track = len(timeline.events) + rank
-            label = {"name": f"rank {rank}: gathers and reductions"}
-            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": label})
-            links = [event for event in steps if isinstance(event.action, Upkeep)]
-            events += [_upkeep(event, track, (rank, event.step) in critical) for event in links]
+            events += _links(timeline, rank, critical)
     for rank, curve in enumerate(timeline.memory):
         for time, level in curve:
             args = {"microbatches": level}
@@ -50,7 +50,7 @@ def to_chrome_trace(timeline: Timeline) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _slice(event: Event, critical: bool) -> dict[str, object]:
+def _slice(event: Event, critical: bool, again: bool) -> dict[str, object]:
     """Return one step as a complete event."""
     first = event.action.actions[0]
     kind = "F+B" if isinstance(event.action, Overlap) else first.op
@@ -67,8 +67,24 @@ def _slice(event: Event, critical: bool) -> dict[str, object]:
             "stage": [action.stage for action in event.action.actions],
             "microbatch": [action.microbatch for action in event.action.actions],
             "critical_path": critical,
+            "forward_again": again,
         },
     }
+
+
+_TRACKS = {"net": "gathers and reductions", "out": "offloads", "back": "reloads"}
+
+
+def _links(timeline: Timeline, rank: int, critical: set[tuple[int, int]]) -> Iterator[dict[str, object]]:
+    """Yield what the links of a rank carry, each link on a track of its own."""
+    for place, (link, name) in enumerate(_TRACKS.items()):
+        track = (place + 1) * len(timeline.events) + rank
+        carried = [event for event in timeline.events[rank] if isinstance(event.action, Upkeep)]
+        carried = [event for event in carried if LINKS[event.action.op] == link]  # type: ignore[union-attr]
+        if carried:
+            label = {"name": f"rank {rank}: {name}"}
+            yield {"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": label}
+            yield from (_upkeep(event, track, (rank, event.step) in critical) for event in carried)
 
 
 def _upkeep(event: Event, track: int, critical: bool) -> dict[str, object]:

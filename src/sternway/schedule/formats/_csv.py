@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Overlap, Upkeep, parse_step
+from sternway.schedule._offload import without_moves
 from sternway.schedule._schedule import Dialect, Schedule
 from sternway.schedule._upkeep import computed, sharded
 from sternway.schedule.formats._transfers import Instruction, Transfer, check_transfers, with_transfers
@@ -44,6 +45,7 @@ def to_csv(schedule: Schedule, dialect: Dialect = "compute_only") -> str:
         ScheduleError: the dialect is unknown; or it is ``compute_comms`` and the schedule does not pass ``check``.
     """
     _known(dialect)
+    schedule = without_moves(schedule)  # which torch does not know
     if dialect == "compute_only":
         lines = [",".join(map(str, computed(steps))) for steps in schedule.actions]
     else:

@@ -34,7 +34,8 @@ def lane_run(
         events.append(
             LaneEvent(
                 rank=event.rank,
-                label="+".join(map(str, event.action.actions)),
+                label="+".join(map(str, event.action.actions))
+                + (", forward again" if timeline.schedule.runs_again(event.action) else ""),
                 op="+" if isinstance(event.action, Overlap) else first.op,
                 start=event.start,
                 end=event.end,

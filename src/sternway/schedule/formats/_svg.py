@@ -24,8 +24,11 @@ _FILL = {
     "W": "#009E73",
     "B": "#D55E00",
     "+": "#CC79A7",
+    "again": "#56B4E9",
     "UNSHARD": "#0072B2",
     "REDUCE_GRAD": "#000000",
+    "OFFLOAD": "#0072B2",
+    "RELOAD": "#D55E00",
 }
 _MEANING = {
     "F": "forward",
@@ -33,8 +36,11 @@ _MEANING = {
     "W": "weight gradient",
     "B": "whole backward",
     "+": "overlapped",
+    "again": "bar at the top: forward again",
     "UNSHARD": "gathers parameters",
     "REDUCE_GRAD": "reduces gradients",
+    "OFFLOAD": "moves away",
+    "RELOAD": "comes back",
 }
 _LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
@@ -109,6 +115,7 @@ def _heading(timeline: Timeline) -> Iterator[str]:
     yield f'<text x="8" y="20" font-size="15" font-weight="600">{escape(title)}'
     yield f'<tspan font-size="12" font-weight="400" fill="#444" dx="12">{numbers}</tspan></text>'
     used = {_kind(event) for events in timeline.events for event in events if event.end > event.start}
+    used |= {"again"} if s.recompute else set()
     x = float(_LEFT)
     for kind in (kind for kind in _FILL if kind in used):
         yield f'<rect x="{x:.0f}" y="34" width="14" height="14" rx="2" fill="{_FILL[kind]}"/>'
@@ -141,11 +148,14 @@ def _box(timeline: Timeline, page: _Axes, event: Event, top: float) -> str:
     local = timeline.schedule.placement[event.rank].index(first.stage)
     fill = _FILL[_kind(event)]
     shade = _tint(fill, 0.55 * local / max(1, len(timeline.schedule.placement[event.rank]) - 1))
-    tip = f"{event.action}: {event.start:g} to {event.end:g}"
+    again = timeline.schedule.runs_again(event.action)
+    tip = f"{event.action}{', forward again' if again else ''}: {event.start:g} to {event.end:g}"
     box = (
         f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_BOX}" '
         f'fill="{shade}" stroke="#fff" stroke-width="{min(1.0, width / 8):.2f}"/>'
     )
+    if again:
+        box += f'<rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{_LINK}" fill="{_FILL["again"]}"/>'
     label = "·".join(str(action.microbatch) for action in event.action.actions)
     if width >= 6.5 * len(label) + 2:
         box += f'<text x="{x + width / 2:.2f}" y="{top + 16}" text-anchor="middle">{label}</text>'
@@ -153,11 +163,12 @@ def _box(timeline: Timeline, page: _Axes, event: Event, top: float) -> str:
 
 
 def _bar(page: _Axes, event: Event, top: float) -> str:
-    """What the link of a rank carries."""
+    """What a link of a rank carries; what comes back is above what leaves, since both may be at once."""
+    foot = top + _BOX - _LINK * (2 if _kind(event) == "RELOAD" else 1)
     x, width = page.x(event.start), (event.end - event.start) * page.scale
     tip = f"{event.action}: {event.start:g} to {event.end:g}"
     return (
-        f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{top + _BOX - _LINK}" width="{width:.2f}" '
+        f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{foot:.0f}" width="{width:.2f}" '
         f'height="{_LINK}" fill="{_FILL[_kind(event)]}"/></g>'
     )
 

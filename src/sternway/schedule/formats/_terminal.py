@@ -10,6 +10,7 @@ from itertools import islice
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Overlap, Upkeep
 from sternway.schedule._schedule import Schedule
+from sternway.schedule._simulate import LINKS
 from sternway.schedule._timeline import Event, Timeline
 
 # 256-colour backgrounds close to those of Okabe and Ito, which colour-blind people can tell apart.
@@ -21,7 +22,10 @@ _ANSI = {
     "+": "48;5;175",
     "U": "48;5;67",
     "R": "48;5;250",
+    "O": "48;5;67",
+    "L": "48;5;250",
 }
+_LETTERS = {"OFFLOAD": "O", "RELOAD": "L"}
 _WIDEST = 400
 _LINES, _LINE = 16, 100
 
@@ -65,7 +69,8 @@ def describe_size(schedule: Schedule) -> str:
         (schedule.num_stages, "stage", "stages"),
     )
     words = (f"{count} {one if count == 1 else several}" for count, one, several in counts)
-    return f"{schedule.name}: {', '.join(words)}"
+    some = ", ".join(map(str, schedule.recompute))
+    return f"{schedule.name}: {', '.join(words)}" + (f"; recomputed: {some}" if some else "")
 
 
 def _first(rows: Iterable[str], count: int) -> list[str]:
@@ -85,8 +90,10 @@ def draw(timeline: Timeline, *, color: bool = False, width: int | None = None) -
         rank 1 |.  F0 I0 F1 I1 W0 W1 |
 
     Each action is its op and microbatch, then dashes until it ends. ``F'0`` is of the rank's second stage, ``F''0`` of
-    its third. A dot is idle time. ``+`` is an overlapped pair, with the microbatch of its forward. Where stages are
-    sharded, a second line has what the rank's link does: ``U`` gathers a stage, ``R`` reduces its gradients.
+    its third. ``B0r`` is of a recomputed stage, whose forward runs again first. A dot is idle time. ``+`` is an
+    overlapped pair, with the microbatch of its forward. Where stages are sharded, a second line has what the rank's
+    link does: ``U`` gathers a stage, ``R`` reduces its gradients. Where microbatches are offloaded, two more lines have
+    those that leave, ``O0``, and that come back, ``L0``.
 
     Args:
         timeline: the timeline.
@@ -106,10 +113,12 @@ def draw(timeline: Timeline, *, color: bool = False, width: int | None = None) -
     lines = [_title(timeline)]
     for rank, events in enumerate(timeline.events):
         computing = [event for event in events if not isinstance(event.action, Upkeep)]
-        links = [event for event in events if isinstance(event.action, Upkeep) and event.end > event.start]
         lines.append(f"{f'rank {rank}':<{head - 2}} |{_line(timeline, computing, scale, numbers, color)}|")
-        if links:
-            lines.append(f"{'link':<{head - 2}} |{_line(timeline, links, scale, numbers, color)}|")
+        for link, name in (("net", "link"), ("out", "out"), ("back", "back")):
+            carried = [event for event in events if isinstance(event.action, Upkeep) and event.end > event.start]
+            carried = [event for event in carried if LINKS[event.action.op] == link]  # type: ignore[union-attr]
+            if carried:
+                lines.append(f"{name:<{head - 2}} |{_line(timeline, carried, scale, numbers, color)}|")
     return "\n".join(lines)
 
 
@@ -134,10 +143,12 @@ def _scale(timeline: Timeline) -> float:
 def _label(timeline: Timeline, rank: int, event: Event) -> str:
     action = event.action
     if isinstance(action, Upkeep):
-        return f"{action.op[0]}{_local(timeline, rank, action)}"
+        number = "" if action.microbatch is None else action.microbatch
+        return f"{_LETTERS.get(action.op, action.op[0])}{_local(timeline, rank, action)}{number}"
     if isinstance(action, Overlap):
         return f"+{_local(timeline, rank, action.forward)}{action.forward.microbatch}"
-    return f"{action.op}{_local(timeline, rank, action)}{action.microbatch}"
+    again = "r" if timeline.schedule.runs_again(action) else ""
+    return f"{action.op}{_local(timeline, rank, action)}{action.microbatch}{again}"
 
 
 def _local(timeline: Timeline, rank: int, action: Action | Upkeep) -> str:

@@ -1,12 +1,14 @@
 """The few plans that are worth a trial: those that a simulation ranks first, among the orders of one placement."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from sternway.errors import ScheduleError
-from sternway.schedule._costs import EPSILON, Costs
+from sternway.schedule._costs import Costs
 from sternway.schedule._schedule import Schedule
 from sternway.schedule.named._make import make, names
 from sternway.schedule.search._fuse import fuse
+from sternway.schedule.search._problem import Limit, within
 from sternway.schedule.search._search import search
 
 
@@ -14,11 +16,11 @@ def candidates(
     running: Schedule,
     costs: Costs,
     *,
-    memory_limit: float,
+    memory_limit: Limit,
     count: int,
     fits: Callable[[Schedule], bool] | None = None,
 ) -> list[Schedule]:
-    """Return the best plans for these costs whose stages are where they are now, the best first.
+    """Return the best plans for these costs whose stages are where they are now, and recompute the same; best first.
 
     They are the result of a search, the named schedules and these with I and W joined where that helps, of which
     those that stay within the limit are ranked by the time of a step among others. The running schedule takes part.
@@ -32,15 +34,16 @@ def candidates(
     Args:
         running: the schedule whose placement stays.
         costs: of F, I and W.
-        memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
+        memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share; one number, or one
+            for each rank.
         count: how many.
         fits: whether a plan is allowed; all within the limit are by default. The running one always takes part.
     """
     found: list[tuple[tuple[float, float], Schedule]] = []
     for plan in _plans(running, costs, memory_limit):
         timeline = plan.simulate(costs)
-        within = timeline.peak_memory <= memory_limit + EPSILON and (fits is None or fits(plan))
-        if within or plan is running:
+        allowed = within(timeline, memory_limit) and (fits is None or fits(plan))
+        if allowed or plan is running:
             found.append(((timeline.period, timeline.makespan), plan))
     unlike: dict[object, Schedule] = {}
     for _, plan in sorted(found, key=lambda each: each[0]):
@@ -48,16 +51,21 @@ def candidates(
     return list(unlike.values())[:count]
 
 
-def _plans(running: Schedule, costs: Costs, memory_limit: float) -> Iterator[Schedule]:
+def _plans(running: Schedule, costs: Costs, memory_limit: Limit) -> Iterator[Schedule]:
     ranks, microbatches, per_rank = running.ranks, running.n_microbatches, len(running.placement[0])
     searched = search(
-        costs, ranks=ranks, microbatches=microbatches, memory_limit=memory_limit, stages_per_rank=per_rank
+        costs,
+        ranks=ranks,
+        microbatches=microbatches,
+        memory_limit=memory_limit,
+        stages_per_rank=per_rank,
+        recompute=running.recompute,
     )
     if searched.placement == running.placement:
         yield searched
     for name in names():
         try:
-            named = make(name, ranks=ranks, microbatches=microbatches)
+            named = replace(make(name, ranks=ranks, microbatches=microbatches), recompute=running.recompute)
         except ScheduleError:  # it does not exist for these numbers
             continue
         if named.placement == running.placement:

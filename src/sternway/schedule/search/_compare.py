@@ -5,7 +5,7 @@ the same work in smaller steps. Each is measured against the lower bound of its 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -16,9 +16,10 @@ from sternway.schedule._costs import EPSILON, Costs
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._timeline import Timeline
 from sternway.schedule.named._make import make, names
-from sternway.schedule.search._lower_bound import bound
+from sternway.schedule.search._hunt import Progress, half_of
+from sternway.schedule.search._lower_bound import bound, least_bound
 from sternway.schedule.search._problem import check_arguments, limit_of, resolve
-from sternway.schedule.search._search import Progress, half_of, search
+from sternway.schedule.search._search import search
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Row:
         name: the schedule's name; ``search`` and ``search-v`` were searched, with one and two stages per rank.
         schedule: the schedule.
         timeline: its simulation with the comparison's costs.
-        bound: the lower bound of the longest span of a rank, for this placement and limit.
+        bound: the lower bound of the longest span of a rank, for this placement and limit, whatever is recomputed if
+            the comparison allows that.
         fits: whether it stays within the memory limit.
     """
 
@@ -86,6 +88,7 @@ class Comparison:
     memory_limit: float
     rows: tuple[Row, ...]
     unmade: tuple[tuple[str, str], ...]
+    recompute: bool = False
 
     def __repr__(self) -> str:
         return f"<Comparison of {len(self.rows)} schedules: {self._title()}; best {self.best.name}>"
@@ -145,9 +148,10 @@ class Comparison:
             v-min is 0.0% above anything possible; memory binds: 3 instead of 2 would lower the bound by 10.2%
         """
         best = self.best
-        text = f"{best.name} is {best.gap:.1%} above anything possible"
-        more = self.memory_limit + max(1.0, self.costs.memory_after_I)
-        then = bound(resolve(self.costs, best.schedule.placement, self.microbatches, more, joined=True))
+        some = ", ".join(map(str, best.schedule.recompute))
+        text = f"{best.name}{f' (stages recomputed: {some})' if some else ''} is {best.gap:.1%} above anything possible"
+        more = self.memory_limit + self.costs.smallest()
+        then = _bound(self.costs, best.schedule, more, self.recompute)
         gain = 1 - then / best.bound if best.bound > 0 else 0.0
         if gain <= EPSILON:
             return f"{text}; memory does not bind"
@@ -170,6 +174,7 @@ def compare(
     microbatches: int,
     memory_limit: float | None = None,
     memory: int | str | None = None,
+    recompute: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare every named schedule and the searched ones under one memory limit.
@@ -187,6 +192,8 @@ def compare(
         microbatches: the number of microbatches in a step.
         memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
         memory: or what it has in bytes, or as text such as "20GB"; the costs must have ``activation_bytes``.
+        recompute: whether stages may be recomputed: the named schedules are listed as they are and with all stages
+            recomputed, and a search chooses the stages.
         progress: called with (done, total) during the searches.
 
     Raises:
@@ -194,35 +201,59 @@ def compare(
             these per-stage costs.
     """
     limit = limit_of(costs, memory_limit, memory)
+    assert isinstance(limit, int | float)  # one for all ranks
     check_arguments(costs, ranks, microbatches, limit)
     rows, unmade = [], []
-    for name, build in _builders(costs, ranks, microbatches, limit, progress):
+    for name, build in _builders(costs, ranks, microbatches, limit, recompute, progress):
         try:
-            rows.append(_measure(name, build(), costs, limit))
+            rows.append(_measure(name, build(), costs, limit, recompute))
         except ScheduleError as error:
             unmade.append((name, str(error)))
             problem = error  # the searches come last, and their error says what would work
     rows.sort(key=_order)
     if not rows or not rows[0].fits:
         raise problem
-    return Comparison(costs, ranks, microbatches, limit, tuple(rows), tuple(unmade))
+    return Comparison(costs, ranks, microbatches, limit, tuple(rows), tuple(unmade), recompute)
 
 
 def _builders(
-    costs: Costs, ranks: int, microbatches: int, memory_limit: float, progress: Progress | None
+    costs: Costs, ranks: int, microbatches: int, memory_limit: float, recompute: bool, progress: Progress | None
 ) -> Iterator[tuple[str, Callable[[], Schedule]]]:
     """Yield each schedule's name and how to make it."""
     for name in names():
-        yield name, partial(make, name, ranks=ranks, microbatches=microbatches)
-    searched = partial(search, costs, ranks=ranks, microbatches=microbatches, memory_limit=memory_limit)
+        build = partial(make, name, ranks=ranks, microbatches=microbatches)
+        yield name, build
+        if recompute:
+            yield f"{name}, recomputed", partial(_recomputed, build)
+    searched = partial(
+        search,
+        costs,
+        ranks=ranks,
+        microbatches=microbatches,
+        memory_limit=memory_limit,
+        recompute="auto" if recompute else (),
+    )
     for half, name in enumerate(("search", "search-v")):
         yield name, partial(searched, stages_per_rank=half + 1, progress=half_of(progress, half))
 
 
-def _measure(name: str, schedule: Schedule, costs: Costs, memory_limit: float) -> Row:
+def _recomputed(build: Callable[[], Schedule]) -> Schedule:
+    """Return a schedule with all stages recomputed."""
+    made = build()
+    return replace(made, recompute=tuple(range(made.num_stages)))
+
+
+def _bound(costs: Costs, schedule: Schedule, memory_limit: float, recompute: bool) -> float:
+    """Return the bound of a schedule's placement."""
+    if recompute:
+        return least_bound(costs, schedule.placement, schedule.n_microbatches, memory_limit)
+    return bound(resolve(costs, schedule.placement, schedule.n_microbatches, memory_limit, joined=True))
+
+
+def _measure(name: str, schedule: Schedule, costs: Costs, memory_limit: float, recompute: bool) -> Row:
     """Time a schedule and compare it with the limit and the bound."""
     timeline = schedule.simulate(costs)
-    least = bound(resolve(costs, schedule.placement, schedule.n_microbatches, memory_limit, joined=True))
+    least = _bound(costs, schedule, memory_limit, recompute)
     return Row(name, schedule, timeline, least, fits=timeline.peak_memory <= memory_limit + EPSILON)
 
 

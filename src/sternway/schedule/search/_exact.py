@@ -42,7 +42,8 @@ def branch_and_bound(problem: Problem, words: Words, times: Times, *, goal: floa
     tree.visit()
     timed = clock(problem, tree.best)
     assert timed is not None, "a plan of the tree runs to its end"
-    straight = problem.ranks == problem.num_stages and problem.leaves <= problem.keeps
+    never_more = all(left <= kept for left, kept in zip(problem.leaves, problem.keeps, strict=True))
+    straight = problem.ranks == problem.num_stages and never_more
     return Solved(tree.best, timed, timed.score.span <= goal or (straight and tree.nodes > 0))
 
 
@@ -76,16 +77,16 @@ class _Branching:
     def branches(self) -> list[tuple[int, int, float]]:
         """Return (rank, step, start) for the steps that may come next."""
         problem = self.problem
-        limit = problem.limit + EPSILON - problem.cautious_change[0]
+        change = problem.cautious_change
         soonest, chosen = float("inf"), -1
         ready: list[list[tuple[float, int]]] = []
         for rank, stages in enumerate(problem.placement):
-            mine = []
+            mine, room = [], problem.limit[rank] + EPSILON - self.held[rank]
             for stage in stages:
                 for kind in _ORDER:
                     step = 3 * stage + kind
                     count = self.done[step]
-                    if count >= len(self.arrivals[step]) or (kind == 0 and self.held[rank] > limit):
+                    if count >= len(self.arrivals[step]) or (kind == 0 and change[step] > room):
                         continue
                     start = max(self.free[rank], self.arrivals[step][count])
                     mine.append((start, step))
@@ -102,7 +103,7 @@ class _Branching:
         problem, arrivals = self.problem, self.arrivals
         free, held = self.free[rank], self.held[rank]
         self.free[rank] = end = start + problem.duration[step]
-        self.held[rank] += problem.cautious_change[step % 3]
+        self.held[rank] += problem.cautious_change[step]
         self.done[step] += 1
         self.words[rank].append(step)
         for target, delay, _ in problem.feeds[step]:

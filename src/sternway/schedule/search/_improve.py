@@ -65,7 +65,7 @@ def _best_move(
     timed = 0
     for rank, source, target in moves:
         moved = _moved(words[rank], source, target)
-        if forbidden.get(_name(rank, moved), 0) > turn or not _sound(problem, moved, source, target):
+        if forbidden.get(_name(rank, moved), 0) > turn or not _sound(problem, rank, moved, source, target):
             continue
         trial = [*words[:rank], moved, *words[rank + 1 :]]
         timed += 1
@@ -87,7 +87,7 @@ def _shaken(problem: Problem, words: Words, times: Times, draw: random.Random) -
         source = draw.randint(0, last)
         target = min(last, max(0, source + draw.choice((-3, -2, -1, 1, 2, 3))))
         moved = _moved(words[rank], source, target)
-        if _sound(problem, moved, source, target):
+        if _sound(problem, rank, moved, source, target):
             trial = [*words[:rank], moved, *words[rank + 1 :]]
             after = clock(problem, trial)
             if after is not None:
@@ -107,19 +107,19 @@ def _moved(word: list[int], source: int, target: int) -> list[int]:
     return rest
 
 
-def _sound(problem: Problem, word: list[int], source: int, target: int) -> bool:
+def _sound(problem: Problem, rank: int, word: list[int], source: int, target: int) -> bool:
     """Return whether a rank's word, after a move, still runs F, I and W in order and fits in memory."""
     low, high = min(source, target), max(source, target)
     before = word[:low]
     steps = {step for stage in {step // 3 for step in word} for step in range(3 * stage, 3 * stage + 3)}
     counts = {step: before.count(step) for step in steps}
-    change = problem.change
-    held = sum(count * change[step % 3] for step, count in counts.items())
+    change, limit = problem.change, problem.limit[rank] + EPSILON
+    held = sum(count * change[step] for step, count in counts.items())
     for step in word[low : high + 1]:
         kind = step % 3
         counts[step] += 1
-        held += change[kind]
-        if held > problem.limit + EPSILON or (kind and counts[step] > counts[step - 1]):
+        held += change[step]
+        if held > limit or (kind and counts[step] > counts[step - 1]):
             return False
     return True
 

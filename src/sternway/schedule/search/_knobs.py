@@ -35,9 +35,10 @@ class Knobs:
     def priorities(self, problem: Problem) -> Priorities:
         """Return the priorities for this problem."""
         slowest = max(problem.work(rank, (0, 1)) for rank in range(problem.ranks))
-        most = min(problem.microbatches, int(problem.limit / problem.keeps + EPSILON))
         caps = []
-        for stages in problem.placement:
+        for stages, limit in zip(problem.placement, problem.limit, strict=True):
+            kept = max(EPSILON, min(problem.keeps[stage] for stage in stages))
+            most = min(problem.microbatches, int(limit / kept + EPSILON))
             away = problem.turnaround(min(stages), min(stages)) / slowest if slowest else 0.0
             caps.append(max(1, min(most, self.base + math.ceil(self.slope * away - EPSILON))))
         return Priorities(tuple(caps), self.patience, self.forward_first, self.deep_first)

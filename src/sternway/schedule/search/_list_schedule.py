@@ -97,7 +97,7 @@ class _ListPass(ABC):
     def deliver(self, rank: int, step: int, end: float) -> None:
         """Count the step, pass its result on, and wake the rank that gets it."""
         self.done[step] += 1
-        self.held[rank] += self.change[step % 3]
+        self.held[rank] += self.change[step]
         for target, delay, receiver in self.problem.feeds[step]:
             arrival = end + delay
             self.arrivals[target].append(arrival)
@@ -127,9 +127,11 @@ class _Free(_ListPass):
         # the microbatch that has got furthest can then always go on, so that ranks never fill up (the proof is in the
         # tests).
         self.reserve: list[float] = [0.0] * problem.num_stages
-        for stages in problem.placement:
-            for index, stage in enumerate(sorted(stages)):
-                self.reserve[stage] = problem.limit + EPSILON - self.change[0] * (len(stages) - index)
+        for stages, limit in zip(problem.placement, problem.limit, strict=True):
+            room = limit + EPSILON
+            for stage in sorted(stages, reverse=True):
+                room -= self.change[3 * stage]
+                self.reserve[stage] = room
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
         done, arrivals, priorities = self.done, self.arrivals, self.priorities
@@ -169,13 +171,12 @@ class _Free(_ListPass):
 class _Refill(_ListPass):
     """A pass that takes each rank's F and I from a given plan."""
 
-    __slots__ = ("order", "position", "room")
+    __slots__ = ("order", "position")
 
     def __init__(self, problem: Problem, words: Words, patience: float) -> None:
         super().__init__(problem, patience, deep_first=True)
         self.order = [[step for step in word if step % 3 != 2] for word in words]
         self.position = [0] * problem.ranks
-        self.room = problem.limit + EPSILON - self.change[0]  # F needs its own room only: the given order can run
 
     def choose(self, rank: int, now: float) -> tuple[int, float]:
         order, position = self.order[rank], self.position[rank]
@@ -185,7 +186,9 @@ class _Refill(_ListPass):
         step = order[position]
         inputs, count = self.arrivals[step], self.done[step]
         arrival = inputs[count] if count < len(inputs) else _NEVER
-        short = step % 3 == 0 and self.held[rank] > self.room
+        # F needs its own room only: the given order can run.
+        room = self.problem.limit[rank] + EPSILON
+        short = step % 3 == 0 and self.held[rank] + self.change[step] > room
         if arrival <= now and not short:
             self.position[rank] = position + 1
             return step, now

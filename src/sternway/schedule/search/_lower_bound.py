@@ -29,10 +29,16 @@ is I of its highest stage b, its last F is one of b, and its last I is one of a:
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
-from sternway.schedule._costs import EPSILON, Costs
-from sternway.schedule.search._problem import Problem, limit_of, pose
+from sternway.errors import ScheduleError
+from sternway.schedule._costs import EPSILON, Costs, Placement
+from sternway.schedule._schedule import checked_stages
+from sternway.schedule.search._choices import are_all, choices
+from sternway.schedule.search._problem import Limit, Problem, check_arguments, limit_of, place, resolve
 
 
 def lower_bound(
@@ -40,9 +46,10 @@ def lower_bound(
     *,
     ranks: int,
     microbatches: int,
-    memory_limit: float | None = None,
+    memory_limit: Limit | None = None,
     memory: int | str | None = None,
     stages_per_rank: int = 1,
+    recompute: Collection[int] | Literal["auto"] = (),
 ) -> float:
     """Return a time that ``Timeline.span`` cannot be below, for any schedule within the memory limit.
 
@@ -61,6 +68,7 @@ def lower_bound(
         memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
         memory: or what it has in bytes, as in ``search``.
         stages_per_rank: as in ``search``.
+        recompute: the stages that are recomputed; "auto" for any.
 
     Returns:
         The bound, in the unit of the costs.
@@ -68,16 +76,36 @@ def lower_bound(
     Raises:
         ScheduleError: as in ``search``.
     """
-    return bound(
-        pose(
-            costs,
-            ranks=ranks,
-            microbatches=microbatches,
-            memory_limit=limit_of(costs, memory_limit, memory),
-            stages_per_rank=stages_per_rank,
-            joined=True,
-        )
-    )
+    limit = limit_of(costs, memory_limit, memory)
+    check_arguments(costs, ranks, microbatches, limit, stages_per_rank)
+    placement = place(ranks, stages_per_rank)
+    if recompute == "auto":
+        return least_bound(costs, placement, microbatches, limit)
+    chosen = checked_stages("recompute", recompute, ranks * stages_per_rank)
+    return bound(resolve(costs, placement, microbatches, limit, joined=True, whole=False, recompute=chosen))
+
+
+def least_bound(costs: Costs, placement: Placement, microbatches: int, limit: Limit) -> float:
+    """Return a time that no span can be below, whatever is recomputed.
+
+    Raises:
+        ScheduleError: not even one microbatch fits, whatever is recomputed.
+    """
+    posed = partial(resolve, placement=placement, microbatches=microbatches, memory_limit=limit, joined=True)
+    if not are_all(placement):  # as if it cost no time
+        small = costs.per_stage(placement, range(sum(map(len, placement)))).keeps
+        kept = [min(both) for both in zip(small, costs.per_stage(placement).keeps, strict=True)]
+        rest = [min(both) for both in zip(kept, costs.per_stage(placement).keeps_after_i, strict=True)]
+        return bound(posed(replace(costs, memory_after_F=kept, memory_after_I=rest)))
+    found = []
+    for choice in choices(placement):
+        try:
+            found.append(bound(posed(costs, whole=False, recompute=choice)))
+        except ScheduleError as error:
+            problem = error
+    if not found:
+        raise problem
+    return min(found)
 
 
 def bound(problem: Problem) -> float:
@@ -95,7 +123,10 @@ def bound(problem: Problem) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _RankView:
-    """What the proof uses of one rank: its outer stages, extreme times, and how many forwards it can hold."""
+    """What the proof uses of one rank: its outer stages, extreme times, and how many forwards it can hold.
+
+    ``keeps`` and ``leaves`` are those of the stages that take least, with which a rank can hold most.
+    """
 
     problem: Problem
     rank: int
@@ -104,6 +135,9 @@ class _RankView:
     most: tuple[float, float, float]
     least: tuple[float, float, float]
     forwards: int
+    limit: float
+    keeps: float
+    leaves: float
     room: int
 
     @staticmethod
@@ -111,6 +145,7 @@ class _RankView:
         stages = problem.placement[rank]
         times = [[problem.duration[3 * stage + kind] for stage in stages] for kind in range(3)]
         forwards = len(stages) * problem.microbatches
+        limit, keeps = problem.limit[rank], min(problem.keeps[stage] for stage in stages)
         return _RankView(
             problem=problem,
             rank=rank,
@@ -119,7 +154,10 @@ class _RankView:
             most=(max(times[0]), max(times[1]), max(times[2])),
             least=(min(times[0]), min(times[1]), min(times[2])),
             forwards=forwards,
-            room=min(forwards, _count(problem.limit, problem.keeps)),
+            limit=limit,
+            keeps=keeps,
+            leaves=min(problem.leaves[stage] for stage in stages),
+            room=min(forwards, _count(limit, keeps)),
         )
 
     def span(self) -> float:
@@ -148,16 +186,14 @@ class _RankView:
 
     def drained(self, full: int) -> float:
         """Return the most work in [2] if ``full`` forwards wait for their I when the last F starts."""
-        problem = self.problem
-        half = min(self.forwards - full, _count(problem.limit - full * problem.keeps, problem.leaves))
+        half = min(self.forwards - full, _count(self.limit - full * self.keeps, self.leaves))
         return (full - 1) * self.most[1] + (full - 1 + half) * self.most[2]
 
     def forced(self) -> int:
         """Return the number of W of [3]."""
-        problem = self.problem
-        if not 0 < problem.leaves <= problem.keeps:
+        if not 0 < self.leaves <= self.keeps:
             return 0
-        spare = min(self.forwards, (problem.limit - problem.keeps) / problem.leaves)  # may be more than can be counted
+        spare = min(self.forwards, (self.limit - self.keeps) / self.leaves)  # may be more than can be counted
         return max(0, math.ceil(self.forwards - 1 - spare - EPSILON))
 
     def rounds(self) -> float:
@@ -165,11 +201,12 @@ class _RankView:
         problem = self.problem
         forward, backward, weight = problem.duration[3 * self.low : 3 * self.low + 3]
         whole = forward + problem.turnaround(self.low, self.low) + backward
-        room = min(self.room, problem.microbatches)
+        keeps, leaves = problem.keeps[self.low], problem.leaves[self.low]
+        room = min(_count(self.limit, keeps), problem.microbatches)
         rounds = -(-problem.microbatches // room) - 1
         # If the remaining memory cannot even hold what one I leaves, the next F waits for the W of that I too, or for
         # another I.
-        left = _count(problem.limit - room * problem.keeps, problem.leaves)
+        left = _count(self.limit - room * keeps, leaves)
         extra = min(self.least[1], weight) if left == 0 else 0.0
         rest = problem.microbatches - rounds * room
         return rounds * (whole + extra) + (rest - 1) * forward + whole
@@ -178,8 +215,10 @@ class _RankView:
         """Return the span of [5]; ``work`` is a lower bound that is already proven."""
         problem = self.problem
         held = problem.holding(self.rank)
-        unit = max(problem.keeps, problem.leaves)
-        limit = min(problem.limit, self.forwards * unit)
+        unit = max(max(problem.keeps[stage], problem.leaves[stage]) for stage in problem.placement[self.rank])
+        limit = min(self.limit, self.forwards * unit)
+        if limit <= 0:
+            return 0.0
         missing = _missing(limit, unit)
         start, end = self.least[0] * missing, self.least[2] * missing
         apart = _count(limit, unit) * (self.least[0] + self.least[2]) <= work

@@ -59,17 +59,18 @@ def repeat(problem: Problem, pattern: Pattern) -> Words:
 
 def _stretches(problem: Problem) -> Iterator[tuple[float, float]]:
     """Yield how long F and I wait at every stage, in fractions of a step: slack that avoids clashes."""
-    if problem.num_stages > 24:
+    if problem.num_stages > 24 or problem.recompute:  # of which several are solved
         return iter([(0.0, 0.0), (0.5, 0.0), (0.0, 0.5), (0.25, 0.25)])
     return iter([(up, down) for up in _STRETCHES for down in _STRETCHES])
 
 
 def _fastest(problem: Problem, stretch: tuple[float, float]) -> Iterator[Pattern]:
     """Yield the pattern with the shortest period at which it fits both the ranks and the memory limit, if any."""
-    period = max(max(problem.work(rank), problem.holding(rank) / problem.limit) for rank in range(problem.ranks))
+    ranks = range(problem.ranks)
+    period = max(max(problem.work(rank), problem.holding(rank) / problem.limit[rank]) for rank in ranks)
     for _ in range(_PERIODS if period > 0 else 0):
         starts = _lay_out(problem, period, stretch)
-        if starts is not None and _peak(problem, period, starts) <= problem.limit + EPSILON:
+        if starts is not None and _fits(problem, period, starts):
             yield Pattern(period, tuple(starts))
             return
         period *= _GROWTH
@@ -161,10 +162,9 @@ class _Circle:
         return True
 
 
-def _peak(problem: Problem, period: float, starts: list[float]) -> float:
-    """Return the most that a rank holds once the pattern repeats; that is right after one of its F has started."""
-    peak = 0.0
-    for stages in problem.placement:
+def _fits(problem: Problem, period: float, starts: list[float]) -> bool:
+    """Return whether ranks stay within their limits once the pattern repeats: right after each of their F's starts."""
+    for stages, limit in zip(problem.placement, problem.limit, strict=True):
         for at in stages:
             now = starts[3 * at] / period + EPSILON
             held = 0.0
@@ -173,6 +173,7 @@ def _peak(problem: Problem, period: float, starts: list[float]) -> float:
                     math.floor(now - (starts[step] + ended * problem.duration[step]) / period + EPSILON)
                     for step, ended in ((3 * stage, 0), (3 * stage + 1, 1), (3 * stage + 2, 1))
                 )
-                held += problem.keeps * (begun - turned) + problem.leaves * (turned - freed)
-            peak = max(peak, held)
-    return peak
+                held += problem.keeps[stage] * (begun - turned) + problem.leaves[stage] * (turned - freed)
+            if held > limit + EPSILON:
+                return False
+    return True

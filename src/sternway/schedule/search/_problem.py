@@ -15,12 +15,14 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import OPS, Action
 from sternway.schedule._costs import EPSILON, Costs, Placement
-from sternway.schedule._depends import KIND, feeds
-from sternway.schedule._schedule import Schedule, check_size, looped_placement, stage_ranks, v_placement
+from sternway.schedule._depends import feeds
+from sternway.schedule._schedule import check_size, looped_placement, stage_ranks, v_placement
+from sternway.schedule._timeline import Timeline
 
 Words: TypeAlias = list[list[int]]
+Limit: TypeAlias = float | Sequence[float]
+"""What every rank may hold, or one number for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +32,13 @@ class Problem:
     Attributes:
         duration: the time of each step.
         hop: for each stage s, the time from the end of an action of s to its arrival at s + 1, or the other way.
-        keeps, leaves: what F and I of a stage keep: the same for every stage, since all ranks hold equally many.
+        keeps, leaves: what F and I of each stage keep.
+        limit: what each rank may hold.
         feeds: for each step, (step, delay, rank) of those that can run after it: their number, the time until the
             result arrives, and the rank that runs them.
-        change: by how much F, I and W change a rank's memory.
+        change: by how much each step changes its rank's memory.
         cautious_change: the same, but if I leaves more than F kept, F takes that much at once, so that I always fits.
+        recompute: the stages that are recomputed. Their I is a whole backward, after which there is nothing left for W.
     """
 
     placement: Placement
@@ -42,12 +46,13 @@ class Problem:
     microbatches: int
     duration: tuple[float, ...]
     hop: tuple[float, ...]
-    keeps: float
-    leaves: float
-    limit: float
+    keeps: tuple[float, ...]
+    leaves: tuple[float, ...]
+    limit: tuple[float, ...]
+    recompute: tuple[int, ...] = ()
     feeds: tuple[tuple[tuple[int, float, int], ...], ...] = field(init=False, repr=False)
-    change: tuple[float, float, float] = field(init=False, repr=False)
-    cautious_change: tuple[float, float, float] = field(init=False, repr=False)
+    change: tuple[float, ...] = field(init=False, repr=False)
+    cautious_change: tuple[float, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         table = []
@@ -59,8 +64,9 @@ class Problem:
                 hops.append((target, delay, self.rank_of[other]))
             table.append(tuple(hops))
         object.__setattr__(self, "feeds", tuple(table))
-        for name, keeps in (("change", self.keeps), ("cautious_change", max(self.keeps, self.leaves))):
-            object.__setattr__(self, name, (keeps, self.leaves - keeps, -self.leaves))
+        for name, amounts in (("change", self.keeps), ("cautious_change", map(max, self.keeps, self.leaves))):
+            steps = [(kept, left - kept, -left) for kept, left in zip(amounts, self.leaves, strict=True)]
+            object.__setattr__(self, name, tuple(change for three in steps for change in three))
 
     @property
     def ranks(self) -> int:
@@ -102,7 +108,8 @@ class Problem:
         held = []
         for stage in self.placement[rank]:
             forward, backward, weight = self.duration[3 * stage : 3 * stage + 3]
-            held.append(self.keeps * (forward + self.turnaround(stage, stage) + backward) + self.leaves * weight)
+            whole = forward + self.turnaround(stage, stage) + backward
+            held.append(self.keeps[stage] * whole + self.leaves[stage] * weight)
         return math.fsum(held)
 
     def scaled(self) -> "Problem":
@@ -122,21 +129,24 @@ def pose(
     *,
     ranks: int,
     microbatches: int,
-    memory_limit: float,
+    memory_limit: Limit,
     stages_per_rank: int = 1,
     joined: bool = False,
+    whole: bool = True,
+    recompute: tuple[int, ...] = (),
 ) -> Problem:
-    """Return the problem for a search's arguments; ``joined`` as in ``resolve``.
+    """Return the problem for a search's arguments; ``joined``, ``whole`` and ``recompute`` as in ``resolve``.
 
     Raises:
         ScheduleError: a count is below 1, not even one microbatch fits in the limit, or per-stage costs are for another
             number of stages.
     """
     check_arguments(costs, ranks, microbatches, memory_limit, stages_per_rank)
-    return resolve(costs, place(ranks, stages_per_rank), microbatches, memory_limit, joined=joined)
+    placement = place(ranks, stages_per_rank)
+    return resolve(costs, placement, microbatches, memory_limit, joined=joined, whole=whole, recompute=recompute)
 
 
-def limit_of(costs: Costs, memory_limit: float | None, memory: int | str | None) -> float:
+def limit_of(costs: Costs, memory_limit: Limit | None, memory: int | str | None) -> Limit:
     """Return the memory limit in microbatches, from that or from bytes.
 
     Raises:
@@ -157,7 +167,7 @@ def limit_of(costs: Costs, memory_limit: float | None, memory: int | str | None)
     return costs.limit_within(memory)
 
 
-def check_arguments(costs: Costs, ranks: int, microbatches: int, memory_limit: float, stages_per_rank: int = 1) -> None:
+def check_arguments(costs: Costs, ranks: int, microbatches: int, memory_limit: Limit, stages_per_rank: int = 1) -> None:
     """Raise ScheduleError for arguments for which there is no schedule."""
     ScheduleError.unless(isinstance(costs, Costs), "costs must be a Costs", costs, "pass schedule.Costs(F=1, I=1, W=1)")
     counts = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
@@ -165,32 +175,57 @@ def check_arguments(costs: Costs, ranks: int, microbatches: int, memory_limit: f
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ScheduleError(f"{name} must be an int, 1 or more", got=f"{name}={count!r}", fix="pass 1 or more")
     check_size(ranks, microbatches, stages_per_rank)
-    smallest = max(1.0, costs.memory_after_I)
-    if isinstance(memory_limit, bool) or not isinstance(memory_limit, int | float):
+    limits = memory_limit if isinstance(memory_limit, Sequence) else (memory_limit,) * ranks
+    if len(limits) != ranks or not all(isinstance(limit, int | float) and limit is not True for limit in limits):
         raise ScheduleError(
             "memory_limit must be a number of microbatches",
             got=repr(memory_limit),
-            fix=f"pass {smallest:g} or more",
-        )
-    if not memory_limit >= smallest - EPSILON:  # written so that NaN fails too
-        raise ScheduleError(
-            "memory_limit must be large enough for one microbatch",
-            got=f"memory_limit={memory_limit:g}",
-            fix=f"pass {smallest:g} or more",
+            fix=f"pass {costs.smallest():g} or more",
         )
 
 
 def resolve(
-    costs: Costs, placement: Placement, microbatches: int, memory_limit: float, *, joined: bool = False
+    costs: Costs,
+    placement: Placement,
+    microbatches: int,
+    memory_limit: Limit,
+    *,
+    joined: bool = False,
+    whole: bool = True,
+    recompute: tuple[int, ...] = (),
 ) -> Problem:
-    """Return the problem for any placement in which all ranks hold equally many stages.
+    """Return the problem for a placement.
 
-    With ``joined``, I and W are split and together cost no more than a whole backward. No real schedule is as cheap, so
-    this is what a lower bound is computed for.
+    With ``joined``, I and W are split and together cost no more than a whole backward. Stages in ``recompute`` run
+    whole backwards, since what I would leave for W is much more than their F kept; not so without ``whole``, where it
+    costs no memory instead. No real schedule is as cheap as one that is joined and not whole, so this is what a lower
+    bound is computed for.
+
+    Raises:
+        ScheduleError: not even one microbatch fits in the limit of a rank.
     """
-    times = costs.per_stage(placement)
+    times = costs.per_stage(placement, recompute)
+    limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * len(placement)
     if joined:
         times = times.joined()
+    if not whole:
+        least = [min(pair) for pair in zip(times.keeps, times.keeps_after_i, strict=True)]
+        times = replace(times, keeps_after_i=_where(recompute, times.keeps_after_i, least))
+    elif recompute:
+        nothing = [0.0] * len(times.F)
+        times = replace(
+            times,
+            I=_where(recompute, times.I, times.B),
+            W=_where(recompute, times.W, nothing),
+            keeps_after_i=_where(recompute, times.keeps_after_i, nothing),
+        )
+        # A rank runs one backward at a time, and a forward that it holds more leaves no room for that.
+        limits = [limit - max(times.works[s] for s in held) for limit, held in zip(limits, placement, strict=True)]
+    for rank, held in enumerate(placement):
+        smallest = math.fsum(max(times.keeps[s], times.keeps_after_i[s]) for s in held)
+        if not limits[rank] >= smallest - EPSILON:  # written so that NaN fails too
+            raise _too_small(memory_limit, rank, smallest + max(times.works[s] for s in held))
+        limits[rank] = min(limits[rank], microbatches * smallest)  # more is never needed
     rank_of = stage_ranks(placement)
     hops = zip(rank_of, (*rank_of[1:], rank_of[-1]), strict=True)
     return Problem(
@@ -199,9 +234,24 @@ def resolve(
         microbatches=microbatches,
         duration=tuple(time for steps in zip(times.F, times.I, times.W, strict=True) for time in steps),
         hop=tuple(costs.comm if a != b else 0.0 for a, b in hops),
-        keeps=times.keeps[0],
-        leaves=times.keeps_after_i[0],
-        limit=min(memory_limit, microbatches * max(1.0, costs.memory_after_I)),  # more is never needed
+        keeps=times.keeps,
+        leaves=times.keeps_after_i,
+        limit=tuple(limits),
+        recompute=recompute,
+    )
+
+
+def _where(stages: Sequence[int], values: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
+    """Return the values, with others for some stages."""
+    return tuple(others[stage] if stage in stages else value for stage, value in enumerate(values))
+
+
+def _too_small(memory_limit: Limit, rank: int, smallest: float) -> ScheduleError:
+    limit = memory_limit[rank] if isinstance(memory_limit, Sequence) else memory_limit
+    return ScheduleError(
+        "memory_limit must be large enough for one microbatch",
+        got=f"memory_limit={limit:g}" + (f" of rank {rank}" if isinstance(memory_limit, Sequence) else ""),
+        fix=f"pass {smallest:g} or more",
     )
 
 
@@ -210,41 +260,7 @@ def place(ranks: int, stages_per_rank: int) -> Placement:
     return v_placement(ranks) if stages_per_rank == 2 else looped_placement(ranks, stages_per_rank)
 
 
-def to_schedule(problem: Problem, words: Words, name: str) -> Schedule:
-    """Return words as a schedule, with numbered microbatches."""
-    counts = [0] * (3 * problem.num_stages)
-    lines = []
-    for word in words:
-        line = []
-        for step in word:
-            line.append(Action(step // 3, OPS[step % 3], counts[step]))
-            counts[step] += 1
-        lines.append(tuple(line))
-    return Schedule(name, problem.microbatches, problem.placement, tuple(lines))
-
-
-def to_words(schedule: Schedule) -> Words:
-    """Return a schedule's order as words, with each B as I and W, and each overlapped pair as its two actions.
-
-    Every action then ends no later than it did, and memory is the same.
-    """
-    words = []
-    for steps in schedule.actions:
-        word: list[int] = []
-        for action in (action for step in steps for action in step.actions):
-            step = 3 * action.stage + KIND[action.op]
-            word += (step, step + 1) if action.op == "B" else (step,)
-        words.append(word)
-    return words
-
-
-def peak_memory(problem: Problem, words: Words) -> float:
-    """Return the most that any rank holds at once."""
-    peak, change = 0.0, problem.change
-    for word in words:
-        held = 0.0
-        for step in word:
-            held += change[step % 3]
-            if held > peak:
-                peak = held
-    return peak
+def within(timeline: Timeline, limit: Limit) -> bool:
+    """Return whether no rank of a timeline ever holds more than its limit."""
+    limits = limit if isinstance(limit, Sequence) else [limit] * len(timeline.peaks)
+    return all(peak <= most + EPSILON for peak, most in zip(timeline.peaks, limits, strict=True))

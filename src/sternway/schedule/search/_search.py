@@ -1,56 +1,34 @@
-"""The best schedule found under a memory limit: many cheap plans, the best of them improved, small ones solved exactly.
+"""The best schedule found under a memory limit, for these costs.
 
 Why: each named schedule is best for one kind of costs. Real stages are unequal, W rarely takes as long as F, and memory
 is limited. The zero-bubble paper (arXiv 2401.10241, section 3) searches with an integer program. This search needs
 none, and is never worse on the paper's own rows.
 
-    priorities ──▶ list schedules ──┐
-    periods ─────▶ patterns ────────┼─▶ the best of each ──▶ moves on the critical path ──▶ if small, branch
-    names ───────▶ named schedules ─┘                                                          and bound
-                   └─────────────── stop wherever the proven lower bound is met ──────────────────┘
-
-All of this plans I and W apart. Where a whole backward costs less than I + W, candidates are the plan found for these
+``_hunt`` plans I and W apart. Where a whole backward costs less than I + W, candidates are the plan found for these
 costs, the plan found with I and W as cheap as a whole backward, and the named schedules. Each has its I and W joined
 where that helps (``fuse``), and the best is returned.
 
-The result depends on the arguments only: budgets count steps, not seconds, and the random seed is fixed. The same call
-gives the same schedule.
+Which stages are recomputed is chosen in ``_recompute``: there is one such search for each choice that its lower bound
+does not rule out.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 from sternway.errors import ScheduleError
-from sternway.schedule._costs import EPSILON, Costs
-from sternway.schedule._schedule import Schedule
+from sternway.schedule._costs import Costs, Placement
+from sternway.schedule._offload import offloaded
+from sternway.schedule._schedule import Schedule, checked_stages
 from sternway.schedule._simulate import simulate
-from sternway.schedule.named._make import make, names
-from sternway.schedule.search._clock import Times, clock
-from sternway.schedule.search._exact import branch_and_bound
+from sternway.schedule.named._make import names
 from sternway.schedule.search._fuse import fuse, length
-from sternway.schedule.search._improve import improve
-from sternway.schedule.search._knobs import Knobs, grid, near
-from sternway.schedule.search._list_schedule import Priorities, list_schedule, refill
-from sternway.schedule.search._lower_bound import bound
-from sternway.schedule.search._pattern import patterns, repeat
-from sternway.schedule.search._problem import Problem, Words, limit_of, peak_memory, pose, to_schedule, to_words
-
-Progress = Callable[[int, int], None]
-
-# Budgets in steps, and the smallest and largest number of plans for them. With these, 64 ranks and 512 microbatches
-# take less than a minute.
-_LISTS, _FEWEST_LISTS, _MOST_LISTS = 100_000, 40, 300
-_MOVES, _FEWEST_MOVES, _MOST_MOVES = 600_000, 60, 2_000
-_PATTERNS = 8
-_PATIENCES = (0.5, 1.0)
-_KEPT = 3
-_STARTS = {1: ("1f1b", "zb-h1", "zb-h2", "gpipe"), 2: ("zb-v", "v-half", "v-min", "dualpipe-v")}
-_LOOPED = ("interleaved-1f1b", "interleaved-zb", "looped-bfs")
-_THOROUGH = 2_000
-"""Problems of up to this many steps continue when the bound is met, for a shorter makespan."""
-_SMALL, _NODES = 100, 20_000
-"""Problems of up to this many steps are solved by branch and bound, over at most this many partial plans."""
+from sternway.schedule.search._hunt import Progress, half_of, named, solve
+from sternway.schedule.search._problem import Limit, check_arguments, limit_of, place, pose, within
+from sternway.schedule.search._recompute import best_choice
+from sternway.schedule.search._words import to_schedule
 
 
 def search(
@@ -58,9 +36,11 @@ def search(
     *,
     ranks: int,
     microbatches: int,
-    memory_limit: float | None = None,
+    memory_limit: Limit | None = None,
     memory: int | str | None = None,
     stages_per_rank: int = 1,
+    recompute: Collection[int] | Literal["auto"] = (),
+    offload: bool = False,
     progress: Progress | None = None,
 ) -> Schedule:
     """Return the best schedule found for these costs that stays within the memory limit.
@@ -79,172 +59,99 @@ def search(
         costs: times and memory; for unequal stages, sequences with one number for each stage.
         ranks: the number of ranks.
         microbatches: the number of microbatches in a step.
-        memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
+        memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share; one number, or one
+            for each rank.
         memory: or what it has in bytes, or as text such as "20GB"; the costs must have ``activation_bytes``.
         stages_per_rank: with 1, rank r holds stage r; with 2, stages r and 2 * ranks - 1 - r, in a V; with more, stages
             r, r + ranks, r + 2 ranks, ...
+        recompute: the stages that keep their inputs alone and run their forward again; or "auto" to choose them, too:
+            the fastest choice within the limit. ``costs.memory_input`` and ``costs.memory_again`` say what that needs.
+        offload: whether microbatches may be moved to the host and back (``offloaded``), for ``costs.offload`` each; the
+            shortest plan with or without it is returned. ``lower_bound`` does not hold for such plans.
         progress: called with (done, total) during the search.
 
     Returns:
-        A schedule of F, I and W, with B instead of I and W where ``costs.B`` makes that better.
+        A schedule of F, I and W, with B instead of I and W where ``costs.B`` makes that better, and in stages that are
+        recomputed.
 
     Raises:
         ScheduleError: a count is below 1, not even one microbatch fits in the limit, or per-stage costs are for another
             number of stages.
     """
+    limit = limit_of(costs, memory_limit, memory)
+    check_arguments(costs, ranks, microbatches, limit, stages_per_rank)
+    find = partial(_plan, costs, ranks=ranks, microbatches=microbatches, limit=limit, stages_per_rank=stages_per_rank)
+    placement = place(ranks, stages_per_rank)
+    everything = tuple(range(ranks * stages_per_rank))
+    uniform = [(), everything] if recompute == "auto" else [checked_stages("recompute", recompute, len(everything))]
+    plans: list[Schedule] = []
+    if offload:
+        for same in uniform:
+            ample = find(same, None, limit=math.inf)
+            for plan in (ample, *_named_within(costs, placement, microbatches, math.inf, same)):
+                plans += _moved(plan, costs, limit)
+    try:
+        if recompute == "auto":
+            plans.append(best_choice(costs, placement, microbatches, limit, find, progress))
+            for same in uniform:
+                plans += _named_within(costs, placement, microbatches, limit, same)
+        else:
+            plans.append(find(uniform[0], progress))
+    except ScheduleError:  # not even one microbatch stays
+        if not plans:
+            raise
+    return plans[0] if len(plans) == 1 else _best(plans, costs)
+
+
+def _plan(
+    costs: Costs,
+    recompute: tuple[int, ...],
+    progress: Progress | None,
+    *,
+    ranks: int,
+    microbatches: int,
+    limit: Limit,
+    stages_per_rank: int,
+) -> Schedule:
+    """Return the best schedule found if these stages are recomputed."""
     posed = partial(
         pose,
         costs,
         ranks=ranks,
         microbatches=microbatches,
-        memory_limit=limit_of(costs, memory_limit, memory),
+        memory_limit=limit,
         stages_per_rank=stages_per_rank,
+        recompute=recompute,
     )
     problem = posed()
     name = {1: "search", 2: "search-v"}.get(stages_per_rank, "search-looped")
-    if costs.B is None:
+    if costs.B is None and not recompute:
         return to_schedule(problem, solve(problem, progress), name)
-    plans = [plan for plan in _named(problem, names()) if simulate(plan, costs).peak_memory <= problem.limit + EPSILON]
-    for half, each in enumerate((problem, posed(joined=True))):
-        plans.append(to_schedule(each, solve(each, half_of(progress, half)), name))
+    plans = _named_within(costs, problem.placement, microbatches, limit, recompute)
+    plans.append(to_schedule(problem, solve(problem, half_of(progress, 0)), name))
+    if costs.B is not None:
+        each = posed(joined=True)
+        plans.append(to_schedule(each, solve(each, half_of(progress, 1)), name))
+    return _best(plans, costs)
+
+
+def _named_within(
+    costs: Costs, placement: Placement, microbatches: int, limit: Limit, recompute: tuple[int, ...]
+) -> list[Schedule]:
+    """Return the named schedules that place their stages so, and stay within the limit if these are recomputed."""
+    plans = (replace(plan, recompute=recompute) for plan in named(placement, microbatches, names()))
+    return [plan for plan in plans if within(simulate(plan, costs), limit)]
+
+
+def _moved(plan: Schedule, costs: Costs, limit: Limit) -> list[Schedule]:
+    """Return the plan with microbatches moved so that it is within the limit, if it can be."""
+    try:
+        made = offloaded(fuse(plan, costs), costs, memory_limit=limit)
+    except ScheduleError:
+        return []
+    return [replace(made, name=f"{made.name}-offloaded")]
+
+
+def _best(plans: list[Schedule], costs: Costs) -> Schedule:
+    """Return the shortest, with I and W joined where that helps; among equals, the first."""
     return min((fuse(plan, costs) for plan in plans), key=lambda plan: length(plan, costs))
-
-
-def half_of(progress: Progress | None, half: int) -> Progress | None:
-    """Return a progress function for one of two searches, each of which is half of the whole."""
-    if progress is None:
-        return None
-    return lambda done, total: progress(1000 * half + 1000 * done // total, 2000)
-
-
-def _named(problem: Problem, wanted: Iterable[str], stages_per_rank: int | None = None) -> Iterator[Schedule]:
-    """Yield the named schedules that place their stages as the problem does."""
-    for name in wanted:
-        try:
-            made = make(name, ranks=problem.ranks, microbatches=problem.microbatches, stages_per_rank=stages_per_rank)
-        except ScheduleError:  # it does not exist for these numbers
-            continue
-        if made.placement == problem.placement:
-            yield made
-
-
-def named_words(problem: Problem) -> Iterator[Words]:
-    """Yield the named schedules as words to start from, so that no search is worse than one of them."""
-    stages_per_rank = problem.num_stages // problem.ranks
-    for made in _named(problem, _STARTS.get(stages_per_rank, _LOOPED), stages_per_rank):
-        yield to_words(made)
-
-
-def solve(problem: Problem, progress: Progress | None = None) -> Words:
-    """Return the best words found for a problem."""
-    return _Hunt(problem.scaled(), progress).run()  # scaled, so that EPSILON means the same for any unit of time
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A plan, and the knobs that it was made with, if any."""
-
-    times: Times
-    words: Words
-    knobs: Knobs | None = None
-
-
-class _Hunt:
-    """One search: what has been tried, and the best few plans of each family."""
-
-    __slots__ = ("families", "goal", "lists", "moves", "problem", "progress", "spent", "thorough", "tried")
-
-    def __init__(self, problem: Problem, progress: Progress | None) -> None:
-        self.problem, self.progress = problem, progress
-        self.goal = bound(problem) * (1 + EPSILON)
-        steps = problem.num_steps
-        self.lists = max(_FEWEST_LISTS, min(_MOST_LISTS, _LISTS // steps))
-        self.moves = max(_FEWEST_MOVES, min(_MOST_MOVES, _MOVES // steps))
-        self.tried: set[Priorities] = set()
-        self.families: dict[str, list[_Found]] = {"named": [], "list": [], "pattern": []}
-        self.thorough = steps <= _THOROUGH
-        self.spent = 0
-
-    def run(self) -> Words:
-        self.try_lists()
-        if self.thorough or not self.met():
-            for words in named_words(self.problem):
-                self.add_refilled("named", words)
-        if not self.met():
-            for pattern in patterns(self.problem, _PATTERNS):
-                self.add_refilled("pattern", repeat(self.problem, pattern))
-        best = self.best() if self.met() else self.improve_best()
-        if best.times.score.span > self.goal and self.problem.num_steps <= _SMALL:
-            found = branch_and_bound(self.problem, best.words, best.times, goal=self.goal, nodes=_NODES)
-            best = _Found(found.times, found.words)
-        self.report(self.lists + self.moves - self.spent)
-        return best.words
-
-    def best(self) -> _Found:
-        """Return the best plan so far."""
-        return min((family[0] for family in self.families.values() if family), key=lambda f: f.times.score)
-
-    def met(self) -> bool:
-        """Return whether the best plan meets the lower bound, so that none can be better."""
-        return any(family and family[0].times.score.span <= self.goal for family in self.families.values())
-
-    def add(self, family: str, words: Words, knobs: Knobs | None = None) -> None:
-        """Keep a plan if it fits in memory and is among the best of its family."""
-        if peak_memory(self.problem, words) > self.problem.limit + EPSILON:
-            return
-        times = clock(self.problem, words)
-        kept = self.families[family]
-        if times is not None and all(times.score != other.times.score for other in kept):
-            kept.append(_Found(times, words, knobs))
-            kept.sort(key=lambda found: found.times.score)
-            del kept[_KEPT:]
-
-    def add_refilled(self, family: str, words: Words) -> None:
-        """Add a plan, and the same plan with its W placed anew."""
-        self.add(family, words)
-        for patience in _PATIENCES:
-            refilled = refill(self.problem, words, patience)
-            if refilled is not None:
-                self.add(family, refilled)
-
-    def try_lists(self) -> None:
-        """Make list schedules: from the grid for half of the budget, then with knobs near the best."""
-        for knobs in grid(self.problem):
-            if len(self.tried) * 2 >= self.lists or (self.met() and not self.thorough):
-                break
-            self.try_list(knobs)
-        before = -1
-        while before < len(self.tried) < self.lists and not self.met():
-            before = len(self.tried)
-            for found in self.families["list"][:2]:
-                if found.knobs is not None:
-                    for knobs in near(found.knobs):
-                        self.try_list(knobs)
-        self.report(self.lists - self.spent)
-
-    def try_list(self, knobs: Knobs) -> None:
-        """Make one list schedule, unless the same was made before or the budget is used up."""
-        priorities = knobs.priorities(self.problem)
-        if priorities not in self.tried and len(self.tried) < self.lists:
-            self.tried.add(priorities)
-            self.add("list", list_schedule(self.problem, priorities), knobs)
-            self.report(1)
-
-    def improve_best(self) -> _Found:
-        """Improve the best plans of each family a little, and the best of those with the rest of the budget."""
-        starts = [found for family in self.families.values() for found in family[:2]]
-        share = self.moves // (2 * len(starts))
-        better = [self.improved(found, share) for found in starts]
-        best = min(better, key=lambda found: found.times.score)
-        return self.improved(best, self.moves - share * len(starts))
-
-    def improved(self, found: _Found, tries: int) -> _Found:
-        words, times = improve(self.problem, found.words, found.times, goal=self.goal, tries=tries)
-        self.report(tries)
-        return _Found(times, words)
-
-    def report(self, more: int) -> None:
-        """Count what is done, and report it."""
-        self.spent += more
-        if self.progress is not None:
-            self.progress(self.spent, self.lists + self.moves)

@@ -1,0 +1,157 @@
+"""Which microbatches are away between F and their backward: a pass over any schedule, within a memory limit.
+
+Why: what F keeps is not needed until the backward, which comes much later on the first ranks. To move it to the host
+and back takes a link, not the rank, and a link has time for some of it. Moving those that wait longest first, peak
+memory falls faster than the share that is moved (PipeOffload, arXiv 2503.01328).
+
+    rank 0   F0   F1   F2        B0   F3   B1
+    out         |--O0--|--O1--|                      [1] the copy begins when F ends
+                       ^ 0OFFLOAD0                   [2] here it must be gone: F2 has its room
+    back                   |--L0--|                  [3] it comes back one step before its backward
+
+How late [2] may be and how early [3] costs memory, and hides more of the time: a few ways are tried, and for each rank
+as few microbatches are moved as fit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sternway.errors import ScheduleError
+from sternway.schedule._action import MOVES, Action, Step, Upkeep
+from sternway.schedule._costs import EPSILON, Costs
+from sternway.schedule._memory import peak
+from sternway.schedule._schedule import Schedule
+from sternway.schedule._simulate import simulate
+
+_WAYS = ((1, 1), (0, 1), (-1, 1), (1, 0), (0, 0), (-1, 0))
+"""How many F may run before it is gone, -1 for no step at all; and how many steps ahead it comes back."""
+
+
+def offloaded(schedule: Schedule, costs: Costs, *, memory_limit: float | Sequence[float]) -> Schedule:
+    """Return the schedule with OFFLOAD and RELOAD of as many microbatches as make it fit, in the way that takes least.
+
+    Example:
+        >>> from sternway import schedule
+        >>> costs = Costs(offload=0.5)
+        >>> s = schedule.offloaded(schedule.make("1f1b", ranks=2, microbatches=2), costs, memory_limit=1)
+        >>> s.simulate(costs).peak_memory
+        1.0
+        >>> print(s)
+        1f1b: 2 ranks, 2 microbatches, 2 stages
+        rank 0: 0F0 0OFFLOAD0 0F1 0OFFLOAD1 0RELOAD0 0B0 0RELOAD1 0B1
+        rank 1: 1F0 1B0 1F1 1B1
+
+    Args:
+        schedule: the schedule; what it moves already is placed anew.
+        costs: their ``offload`` is the time that a move takes.
+        memory_limit: what a rank may keep; one number, or one for each rank.
+
+    Raises:
+        ScheduleError: it does not fit even if all that could be is moved.
+    """
+    ScheduleError.unless(isinstance(schedule, Schedule), "offloaded needs a Schedule", schedule, "make or read one")
+    plain = without_moves(schedule)
+    limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * plain.ranks
+    if len(limits) != plain.ranks:
+        raise ScheduleError(
+            "memory_limit must be one number, or one for each rank", got=repr(memory_limit), fix="pass one number"
+        )
+    found: list[tuple[tuple[float, float], int, Schedule]] = []
+    for way in _WAYS:
+        rows = [_fewest(plain, rank, costs, limit, way) for rank, limit in enumerate(limits)]
+        if all(row is not None for row in rows):
+            made = replace(plain, actions=tuple(row for row in rows if row is not None))
+            timeline = simulate(made, costs)
+            found.append(((timeline.span, timeline.makespan), len(found), made))
+    if not found:
+        raise ScheduleError(
+            f"{schedule.name} cannot stay within the memory limit, however much is offloaded",
+            got=f"memory_limit={memory_limit!r}",
+            fix="pass a larger limit, or recompute stages",
+        )
+    return min(found, key=lambda each: each[:2])[2]
+
+
+def without_moves(schedule: Schedule) -> Schedule:
+    """Return the schedule without OFFLOAD and RELOAD."""
+    if not any(_is_move(step) for steps in schedule.actions for step in steps):
+        return schedule
+    rows = (tuple(step for step in steps if not _is_move(step)) for steps in schedule.actions)
+    return replace(schedule, actions=tuple(rows))
+
+
+def _is_move(step: Step) -> bool:
+    return isinstance(step, Upkeep) and step.op in MOVES
+
+
+def _fewest(plain: Schedule, rank: int, costs: Costs, limit: float, way: tuple[int, int]) -> tuple[Step, ...] | None:
+    """Return the rank's steps with the fewest moves that fit; None if all of them do not."""
+    steps = plain.actions[rank]
+    waits = _waits(steps)
+    for count in range(len(waits) + 1):
+        row = _placed(steps, dict(waits[:count]), way)
+        trial = replace(plain, actions=(*plain.actions[:rank], row, *plain.actions[rank + 1 :]))
+        if peak(trial, rank, costs) <= limit + EPSILON:
+            return row
+    return None
+
+
+def _waits(steps: Sequence[Step]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return (stage, microbatch) with the steps of its F and its backward, those that wait longest first."""
+    begun: dict[tuple[int, int], int] = {}
+    found = []
+    for index, step in enumerate(steps):
+        for action in step.actions:
+            which = action.stage, action.microbatch
+            if action.op == "F":
+                begun[which] = index
+            elif action.is_backward and index - begun[which] > 1:  # else nothing happens meanwhile
+                found.append((which, (begun[which], index)))
+    return sorted(found, key=lambda each: (each[1][0] - each[1][1], each[1][0]))
+
+
+def _placed(
+    steps: Sequence[Step], moved: dict[tuple[int, int], tuple[int, int]], way: tuple[int, int]
+) -> tuple[Step, ...]:
+    """Return the steps with the moves of these microbatches."""
+    forwards = [index for index, step in enumerate(steps) if any(action.op == "F" for action in step.actions)]
+    before: dict[int, list[Step]] = {}
+    for (stage, number), (begun, turned) in moved.items():
+        later = [index for index in forwards if begun < index < turned]
+        gone = later[min(way[0], len(later) - 1)] if later and way[0] >= 0 else begun + 1
+        back = max(gone, turned - way[1])
+        before.setdefault(gone, []).append(Upkeep(stage, "OFFLOAD", number))
+        before.setdefault(back, []).append(Upkeep(stage, "RELOAD", number))
+    # What leaves makes room for what comes back.
+    order = {index: sorted(moves, key=lambda move: MOVES.index(move.op)) for index, moves in before.items()}  # type: ignore[union-attr]
+    return tuple(each for index, step in enumerate(steps) for each in (*order.get(index, ()), step))
+
+
+def check_moves(schedule: Schedule) -> None:
+    """Check that F, OFFLOAD, RELOAD and the backward of a microbatch follow each other, where there are moves.
+
+    Raises:
+        ScheduleError: they do not, with rank and step.
+    """
+    if without_moves(schedule) is schedule:
+        return
+    for rank, steps in enumerate(schedule.actions):
+        where: dict[tuple[int, int | None], str] = {}
+        for index, step in enumerate(steps):
+            if isinstance(step, Upkeep) and step.op in MOVES:
+                which, needed = (step.stage, step.microbatch), "F" if step.op == "OFFLOAD" else "OFFLOAD"
+                if where.get(which) != needed:
+                    raise _misplaced(step, rank, index, f"after {where.get(which, 'nothing')}", needed)
+                where[which] = step.op
+            for action in step.actions:
+                if action.is_backward and where.get((action.stage, action.microbatch)) == "OFFLOAD":
+                    raise _misplaced(action, rank, index, "of what is away", "RELOAD")
+                where[action.stage, action.microbatch] = action.op
+
+
+def _misplaced(step: Action | Upkeep, rank: int, index: int, how: str, needed: str) -> ScheduleError:
+    return ScheduleError(
+        "a microbatch must run F, OFFLOAD, RELOAD and its backward in this order",
+        got=f"{step} (rank {rank}, step {index}) {how}",
+        fix=f"put {step.stage}{needed}{step.microbatch} before it; schedule.offloaded() places all of them",
+    )

@@ -1,0 +1,168 @@
+"""What F keeps is away until its backward: placed within a limit, timed on links of their own, checked and drawn."""
+
+import itertools
+import json
+
+import pytest
+
+from sternway import schedule
+from sternway.errors import ScheduleError
+from sternway.schedule import Action, Costs, Upkeep, from_json, make, offloaded
+
+COSTS = Costs(F=1.0, I=1.0, W=1.0, comm=0.1, memory_after_I=0.2, offload=0.5)
+
+
+def read(text):
+    return schedule.from_csv(text, upkeep=True)
+
+
+def moves(s):
+    return sum(isinstance(step, Upkeep) for steps in s.actions for step in steps)
+
+
+def test_the_computation_waits_for_what_must_be_gone_and_for_what_comes_back():
+    s = read("0F0,0OFFLOAD0,0F1,0F2,0B1,0RELOAD0,0B2,0B0")
+    t = s.check().simulate(Costs(F=1.0, I=1.0, W=1.0, offload=3.0))
+    times = {str(event.action): (event.start, event.end) for event in t.events[0]}
+    assert times["0OFFLOAD0"] == (1.0, 4.0)  # from the end of its F
+    assert times["0F1"] == (4.0, 5.0)  # which has to wait
+    assert times["0RELOAD0"] == (8.0, 11.0)
+    assert times["0B2"] == (8.0, 10.0)  # beside it
+    assert times["0B0"] == (11.0, 13.0)
+    assert t.makespan == t.period == 13.0
+    assert t.busy == (9.0,)
+    assert (
+        t.memory
+        == (
+            (
+                (0.0, 1.0),
+                (5.0, 2.0),
+                (6.0, 2.0),
+            ),
+        )
+        or t.peak_memory == 2.0
+    )
+    assert {b.what for b in t.bottlenecks} >= {"OFFLOAD of stage 0", "RELOAD of stage 0"}
+    assert s.simulate().makespan == s.simulate().period == 9.0  # moves that cost nothing
+
+
+def test_moves_of_a_direction_follow_each_other():
+    s = read("0F0,0F1,0OFFLOAD0,0OFFLOAD1,0F2,0B2,0RELOAD0,0RELOAD1,0B0,0B1")
+    t = s.check().simulate(Costs(offload=2.0))
+    times = {str(event.action): (event.start, event.end) for event in t.events[0]}
+    assert times["0OFFLOAD0"] == (1.0, 3.0)
+    assert times["0OFFLOAD1"] == (3.0, 5.0)
+    assert times["0F2"] == (5.0, 6.0)
+    assert times["0RELOAD0"] == (8.0, 10.0)
+    assert times["0RELOAD1"] == (10.0, 12.0)
+    assert t.period == t.makespan
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b"])
+@pytest.mark.parametrize("share", [0.75, 0.55])
+def test_any_schedule_within_less_memory(name, share):
+    plain = make(name, ranks=4, microbatches=8)
+    before = plain.simulate(COSTS)
+    limit = share * before.peak_memory
+    s = offloaded(plain, COSTS, memory_limit=limit).check(memory_limit=limit, costs=COSTS)
+    t = s.simulate(COSTS)
+    assert t.peak_memory <= limit + 1e-9
+    assert moves(s) > 0
+    assert t.span >= before.span - 1e-9
+    assert offloaded(s, COSTS, memory_limit=before.peak_memory) == plain
+    for steps, old in zip(s.actions, plain.actions, strict=True):
+        assert tuple(step for step in steps if not isinstance(step, Upkeep)) == old
+    assert from_json(s.to_json()) == s
+    assert schedule.from_csv(s.to_csv(), name=name) == plain
+    assert schedule.from_csv(s.to_csv("compute_comms"), name=name) == plain
+    shards = schedule.sharded(s).check()
+    assert moves(shards) > moves(s)
+
+
+def test_a_link_with_time_hides_it():
+    plain = make("1f1b", ranks=4, microbatches=8)
+    quick = offloaded(plain, Costs(offload=0.01), memory_limit=2).simulate(Costs(offload=0.01))
+    assert quick.span <= plain.simulate().span * 1.02
+    slow = offloaded(plain, Costs(offload=4.0), memory_limit=2).simulate(Costs(offload=4.0))
+    assert slow.span > quick.span
+
+
+def test_no_other_places_of_the_same_moves_are_shorter_in_a_tiny_case():
+    """All places of OFFLOAD and RELOAD of each set of microbatches, on one rank with three of them."""
+    costs, limit = Costs(F=1.0, I=1.0, W=1.0, offload=0.75), 2.0
+    plain = make("gpipe", ranks=1, microbatches=3)
+    steps, best = plain.actions[0], float("inf")
+    backward = {step.microbatch: index for index, step in enumerate(steps) if step.op == "B"}
+    for size in range(4):
+        for chosen in itertools.combinations(range(3), size):
+            options = [
+                [(out, back) for out in range(i + 1, backward[i] + 1) for back in range(out, backward[i] + 1)]
+                for i in chosen
+            ]
+            for places in itertools.product(*options):
+                before = {index: [] for index in range(len(steps))}
+                for i, (out, _) in zip(chosen, places, strict=True):
+                    before[out].append(Upkeep(0, "OFFLOAD", i))
+                for i, (_, back) in zip(chosen, places, strict=True):
+                    before[back].append(Upkeep(0, "RELOAD", i))
+                row = tuple(each for index, step in enumerate(steps) for each in (*before[index], step))
+                trial = schedule.Schedule("trial", 3, plain.placement, (row,))
+                timeline = trial.check().simulate(costs)
+                if timeline.peak_memory <= limit + 1e-9:
+                    best = min(best, timeline.span)
+    assert offloaded(plain, costs, memory_limit=limit).simulate(costs).span == pytest.approx(best)
+
+
+@pytest.mark.parametrize("recompute", [(), "auto"])
+@pytest.mark.parametrize("time", [0.1, 3.0])
+def test_the_search_moves_microbatches_where_that_is_shorter(time, recompute):
+    costs = Costs(F=1.0, I=1.0, W=1.0, memory_input=0.1, offload=time)
+    numbers = {"ranks": 2, "microbatches": 5, "memory_limit": 1.2, "recompute": recompute}
+    found = schedule.search(costs, **numbers, offload=True)
+    t = found.check(memory_limit=1.2, costs=costs).simulate(costs)
+    assert t.span <= schedule.search(costs, **numbers).simulate(costs).span + 1e-9
+    assert bool(moves(found)) == (time < 1.0)
+    assert found.name.endswith("-offloaded") == bool(moves(found))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0OFFLOAD0,0F0,0RELOAD0,0B0", r"got 0OFFLOAD0 \(rank 0, step 0\) after nothing. Fix: put 0F0 before it"),
+        ("0F0,0OFFLOAD0,0B0", r"got 0B0 \(rank 0, step 2\) of what is away. Fix: put 0RELOAD0 before it"),
+        ("0F0,0RELOAD0,0B0", r"got 0RELOAD0 \(rank 0, step 1\) after F. Fix: put 0OFFLOAD0 before it"),
+        ("0F0,0OFFLOAD0,0OFFLOAD0,0RELOAD0,0B0", r"got 0OFFLOAD0 \(rank 0, step 2\) after OFFLOAD"),
+        ("0F0,0OFFLOAD0,0RELOAD0,0B0,0RELOAD0", r"got 0RELOAD0 \(rank 0, step 4\) after B"),
+    ],
+)
+def test_what_is_wrong_is_said(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        read(text).check()
+
+
+def test_bad_arguments():
+    with pytest.raises(ScheduleError, match=r"1f1b cannot stay within the memory limit.*got memory_limit=0.5"):
+        offloaded(make("1f1b", ranks=2, microbatches=4), COSTS, memory_limit=0.5)
+    with pytest.raises(ScheduleError, match="memory_limit must be one number, or one for each rank"):
+        offloaded(make("1f1b", ranks=2, microbatches=4), COSTS, memory_limit=[1.0])
+    with pytest.raises(ScheduleError, match="offloaded needs a Schedule"):
+        offloaded("1f1b", COSTS, memory_limit=1)
+    for bad in ((0, "OFFLOAD"), (0, "UNSHARD", 1), (0, "RELOAD", -1), (0, "RELOAD", "1")):
+        with pytest.raises(ScheduleError, match="upkeep must have a stage, and be UNSHARD"):
+            Upkeep(*bad)
+    assert Upkeep.parse("3RELOAD12") == Upkeep(3, "RELOAD", 12)
+    assert str(Action(0, "F", 1)) == "0F1"
+
+
+def test_it_is_drawn():
+    t = offloaded(make("1f1b", ranks=2, microbatches=2), Costs(offload=1.0), memory_limit=1).simulate(
+        Costs(offload=1.0)
+    )
+    drawn = t.draw().splitlines()
+    assert any(line.startswith("out ") and "O0" in line and "O1" in line for line in drawn)
+    assert any(line.startswith("back ") and "L0" in line for line in drawn)
+    assert "0OFFLOAD0: 1 to 2" in t.to_svg()
+    assert "moves away" in t.to_svg()
+    trace = json.loads(t.to_chrome_trace())["traceEvents"]
+    tracks = {e["args"]["name"]: e["tid"] for e in trace if e["name"] == "thread_name"}
+    assert {e["tid"] for e in trace if e.get("cat") == "RELOAD"} == {tracks["rank 0: reloads"]}
