@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -222,12 +223,18 @@ def test_an_error_in_one_stage_is_an_error_on_every_rank(ranks: int, broken: int
 
 
 def _misfits(rank: int) -> None:
-    def build(stages: dict[int, nn.Module], **options: Any) -> Pipeline:
+    def build(stages: nn.Module | dict[int, nn.Module], **options: Any) -> Pipeline:
         return Pipeline(stages, **{"schedule": "1f1b", "n_microbatches": 2, "loss_fn": F.mse_loss} | options)
 
     layer = nn.Linear(DIM, DIM)
-    with pytest.raises(PipelineError, match="all ranks must run the same schedule; got another on rank 1"):
+    with pytest.raises(PipelineError, match=r"the same plan; got schedule='1f1b' on rank 1, and 'gpipe' on rank 0"):
         build({rank: layer}, schedule="1f1b" if rank else "gpipe")
+    with pytest.raises(PipelineError, match="all ranks must run the same schedule; got another on rank 1"):
+        build({rank: layer}, schedule=schedule.make("1f1b" if rank else "gpipe", ranks=2, microbatches=2))
+    with pytest.raises(PipelineError, match=r"the same plan; got stages='one by one' on rank 1, and 'a whole model'"):
+        build({1: layer} if rank else nn.Sequential(layer, nn.Linear(DIM, DIM)))
+    with pytest.raises(PipelineError, match="the same plan; got n_microbatches=4 on rank 1, and 2 on rank 0"):
+        build(nn.Sequential(layer, nn.Linear(DIM, DIM)), schedule="auto", n_microbatches=4 if rank else 2)
     with pytest.raises(PipelineError, match=r"rank 1 must hold the stages \[1\].* got no stage 1, but \[0\]"):
         build({0: layer})
     with pytest.raises(PipelineError, match=r"here; got stage 1 too"):
@@ -240,6 +247,20 @@ def _misfits(rank: int) -> None:
 
 def test_what_does_not_fit_is_an_error_on_every_rank() -> None:
     on_ranks(2, _misfits)
+
+
+def _searches(rank: int) -> None:
+    x = torch.randn(2, DIM)
+    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4)))
+    with mock.patch.object(schedule, "search", wraps=schedule.search) as search:
+        pipe = Pipeline(model, schedule="auto", n_microbatches=4, loss_fn=F.mse_loss, sample=x, sample_target=x)
+    assert bool(search.call_count) == (rank == 0)
+    pipe.step(torch.randn(8, DIM), target=torch.randn(8, DIM))
+    pipe.close()
+
+
+def test_the_first_rank_searches_for_all() -> None:
+    on_ranks(2, _searches)
 
 
 class Shrinks(nn.Module):

@@ -54,6 +54,7 @@ class Draft:
 
 def draft_plans(request: BuildRequest, transport: Transport) -> Draft | None:
     """The ways to cut a whole model, each with its schedule; None if stages were passed one by one."""
+    _check_same(request, transport)
     if not isinstance(request.stages, nn.Module):
         return None
     model, counts, named = request.stages, _stage_counts(request), _named_cuts(request)
@@ -71,15 +72,36 @@ def draft_plans(request: BuildRequest, transport: Transport) -> Draft | None:
             even = (layout.balanced(weights(model, layout), count) for count in counts)
             ways += [way for way in even if way not in ways]
     if request.memory is None:
-        return Draft(layout, measured, [_option(request, starts, measured) for starts in ways])
+        return Draft(layout, measured, _agreed_options(request, ways, measured, [None] * len(ways), transport))
     found = _agreed_rooms(request, model, layout, ways, transport)
-    options = [_option(request, starts, measured, room) for starts, room in zip(ways, found, strict=True)]
+    options = _agreed_options(request, ways, measured, found, transport)
     fitting = [option for option in options if option.room is not None and option.room.fits(option.schedule)]
     if not fitting:
         smallest = min(options, key=lambda option: option.room.peak(option.schedule) if option.room else 0)
         assert smallest.room is not None
         raise no_room(request.memory, smallest.room.ranks(smallest.schedule), smallest.schedule.name)
     return Draft(layout, measured, fitting)
+
+
+def _check_same(request: BuildRequest, transport: Transport) -> None:
+    """Raise on all ranks if their arguments ask for different plans."""
+    wanted = request.schedule if isinstance(request.schedule, str) else "a Schedule"
+    asked = {
+        "stages": "a whole model" if isinstance(request.stages, nn.Module) else "one by one",
+        "schedule": wanted,
+        "cuts": request.cuts if isinstance(request.cuts, str) else "names",
+        "n_microbatches": request.n_microbatches,
+        "memory_limit": request.memory_limit,
+        "memory": request.memory,
+    }
+    for rank, theirs in enumerate(rows := transport.crew().share(asked)):
+        for name, value in theirs.items():
+            if value != rows[0][name]:
+                raise PipelineError(
+                    "all ranks must ask for the same plan",
+                    got=f"{name}={value!r} on rank {rank}, and {rows[0][name]!r} on rank 0",
+                    fix="build the pipeline from the same arguments on every rank",
+                )
 
 
 def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOption:
@@ -172,6 +194,23 @@ def _agreed_layout(
 def stages_here(request: BuildRequest, transport: Transport, schedule: Schedule) -> list[int]:
     """The stages of this process's ranks."""
     return [stage for rank in transport.mine or range(request.ranks) for stage in schedule.placement[rank]]
+
+
+def _agreed_options(
+    request: BuildRequest,
+    ways: list[list[int]],
+    measured: Profile | None,
+    found: Sequence[Room | None],
+    transport: Transport,
+) -> list[PlanOption]:
+    """For each way to cut, its schedule. For "auto" the first rank alone searches, which can take seconds."""
+
+    def find() -> list[PlanOption]:
+        return [_option(request, starts, measured, room) for starts, room in zip(ways, found, strict=True)]
+
+    if request.schedule != "auto" or not transport.mine:
+        return find()
+    return transport.crew().from_first(find)
 
 
 def _option(request: BuildRequest, starts: list[int], measured: Profile | None, room: Room | None = None) -> PlanOption:
