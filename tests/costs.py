@@ -122,7 +122,7 @@ SEARCHING = (  # seconds of plain Python, which counting lines would double: cov
     "schedule/test_schedule_random.py",
     "schedule/test_search.py",
     "schedule/test_search_exact.py",
-    "schedule/test_recompute.py",
+    "schedule/test_search_recompute.py",
 )
 
 

@@ -49,7 +49,8 @@ def _pipe(schedule: str, how: str) -> tuple[Pipeline, torch.optim.Optimizer]:
                 if isinstance(each, ShardedBlock | nn.Embedding):
                     fully_shard(each, mesh=mesh["dp_shard"])
 
-        options |= {"shard": shard, "sample": _batch(0)[:2]}
+        # Cut by name: by measured times, a run and the one that resumes it may have other stages.
+        options |= {"shard": shard, "sample": _batch(0)[:2], "cuts": [f"blocks.{LAYERS // 2}"]}
     pipe = Pipeline(model, schedule=schedule, n_microbatches=4, loss_fn=token_loss, **options)
     return pipe, torch.optim.AdamW(pipe.parameters(), 1e-2, eps=1e-3)
 
