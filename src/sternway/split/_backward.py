@@ -3,8 +3,9 @@
 One engine call runs the spine. It is asked for the gradients of the inputs, of the ready weights and of the cuts that
 nothing lies below; the engine computes what leads there and nothing else, so the weight's half of each cut is skipped.
 At a cut that runs on the way, the engine returns the gradient from before the hooks on tensors. Where nobody can have
-put one, it is asked for these gradients too. Elsewhere a hook of ours keeps the gradient just before the node runs: it
-is final there, and the saved tensors are not freed yet. Everything else is freed as the engine goes.
+put one, as ``own_thread`` says, it is asked for these gradients too. Elsewhere a hook of ours keeps the gradient just
+before the node runs: it is final there, and the saved tensors are not freed yet. Everything else is freed as the
+engine goes.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from sternway.split.eager._work import deferred_work, in_order
 
 
 def backward_input(
-    outputs: Any, grad_outputs: Any = None, inputs: Any = (), *, exact: bool = False
+    outputs: Any, grad_outputs: Any = None, inputs: Any = (), *, exact: bool = False, own_thread: bool = False
 ) -> tuple[Any, Pending]:
     """Compute the gradients of ``inputs`` now, and leave the parameters' gradients to ``Pending.run()``.
 
@@ -65,6 +66,8 @@ def backward_input(
         exact: whether what W adds to a ``.grad`` that is there already must equal autograd's in every bit. Otherwise a
             matrix product is added in the kernel that computes it, which is faster and rounds once less. Where there
             are hooks, a parameter that is used both as it is and transposed may differ in the last bit all the same.
+        own_thread: whether this thread has made the whole graph. I is a little faster then, since it puts no hooks of
+            its own where nobody can have put one. If it is not so, hooks on activations may be missed in W.
 
     Returns:
         The gradients, nested as ``inputs``, None for an input that needs none or that the outputs do not depend on;
@@ -76,7 +79,9 @@ def backward_input(
     tensors, grads = _roots(outputs, grad_outputs)
     others = [tensor for tensor in tensors if type(tensor) not in ORDINARY]
     if others and has_torch_function(others):  # a subclass may stand for another tensor, which it then passes to us
-        return handle_torch_function(backward_input, others, outputs, grad_outputs, inputs, exact=exact)
+        return handle_torch_function(
+            backward_input, others, outputs, grad_outputs, inputs, exact=exact, own_thread=own_thread
+        )
     wanted = edges_of(inputs, "inputs")
     if isinstance(inputs, Tensor) and not wanted:
         raise SplitError(
@@ -88,7 +93,8 @@ def backward_input(
 
     places = plan.inputs
     bottom = [cut for cut in plan.cuts if not cut.runs_in_i]
-    taken = plan.cuts if plan.is_quiet else bottom
+    quiet = own_thread and plan.is_quiet
+    taken = plan.cuts if quiet else bottom
     asked = [*plan.ready, *plan.triggers]
     nodes = [*plan.ready, *[cut.node for cut in taken]]
     edges = [GradientEdge(*place) for place in places] + [GradientEdge(node, 0) for node in nodes]
@@ -98,7 +104,7 @@ def backward_input(
     with _used_once(), sharing(group) if group else nullcontext():
         calls = {cut.node: cut.call for cut in (*plan.functions, *plan.trials)}
         with (
-            catching(plan.cuts, plan.is_quiet),
+            catching(plan.cuts, quiet),
             calling_instead(calls) if calls else nullcontext(),
             making(offers),
             without_hooks(asked) as ran,

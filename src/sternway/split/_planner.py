@@ -75,7 +75,7 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge], exact: bool = False) -> 
     places = [edge for edge in inputs if edge in reached]
     branches, trials = list(planner.branches.values()), planner.trials
     opaque, recomputes = planner.opaque, planner.recomputes
-    quiet = planner.is_quiet and not planner.function_kinds
+    quiet = planner.is_quiet and not planner.function_kinds and not planner.opaque_kinds  # these run Python
     return SplitPlan(cuts, planner.ready, places, opaque, branches, recomputes, triggers, functions, trials, quiet)
 
 

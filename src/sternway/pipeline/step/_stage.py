@@ -204,7 +204,9 @@ class Stage:
         if outputs:
             self._device = outputs[0].device.type
             with torch.autocast(self._device, enabled=False):
-                found, self._pendings[number] = split.backward_input(outputs, output_grads, graph.inputs)
+                found, self._pendings[number] = split.backward_input(
+                    outputs, output_grads, graph.inputs, own_thread=True
+                )
         return _whole(found, graph.inputs)
 
     def backward_weight(self, number: int) -> None:
