@@ -201,3 +201,29 @@ def test_sixteen_blocks_under_less_and_less_memory() -> None:
 def test_nothing_smaller_is_searched_than_fits() -> None:
     with pytest.raises(ScheduleError, match="large enough for one microbatch"):
         schedule.search(Costs(memory_input=0.5), ranks=2, microbatches=2, memory_limit=0.7, recompute="auto")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "auto"])
+def test_a_stage_without_blocks_is_left_as_it_is(name: str) -> None:
+    """A stem has nothing that can be recomputed, and a plan within the bytes does not ask it to."""
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(DIM, DIM), *gpt(DIM, 2))
+
+    x = batch(2)
+    layout = lay_out(made(), x, wanted=3)
+    (room,) = rooms(made(), layout, [[0, 1, 2]], 10**9, x, x, F.mse_loss)
+    one = schedule.make("1f1b", ranks=3, microbatches=6)
+    least, most = (room.peak(replace(one, recompute=stages)) for stages in ((1, 2), ()))
+    assert least < most
+    options = {"schedule": name, "n_microbatches": 6, "ranks": 3, "cuts": ["1", "2"], "transport": LocalTransport()}
+    pipe = Pipeline(made(), loss_fn=F.mse_loss, sample=x, sample_target=x, memory=(least + most) // 2, **options)
+    assert 0 not in pipe.schedule.recompute
+    assert pipe.schedule.recompute
+    alone, rows = made(), batch(12)
+    pipe.step(rows, target=rows)
+    F.mse_loss(alone(rows), rows).backward()
+    expected = dict(alone.named_parameters())
+    for parameter_name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[parameter_name].grad, rtol=1e-4, atol=1e-6)

@@ -55,6 +55,7 @@ from sternway.pipeline.transport._place import devices_of
 from sternway.pipeline.transport._routes import Routes
 from sternway.pipeline.transport._shards import sharded_like
 from sternway.pipeline.transport._transport import Transport, device_of
+from sternway.saved import Offload
 from sternway.schedule import Costs, Schedule
 
 
@@ -188,8 +189,13 @@ class Pipeline:
             self._plan.cut.release(set(self._plan.modules))
         shard_stages(self._plan, shard, grid, self.transport)
         sharded = shard is not None or (mesh is not None and any(map(is_sharded, self._plan.modules.values())))
-        offload = offload_policy(self._plan.schedule, offload_to, self.transport.device, cuda_graphs, sharded)
-        self.stages = make_stages(self._plan, loss_fn, saved, scaler, cuda_graphs, offload)
+        offload: list[Callable[[], Offload] | None] = []
+        self.transport.crew().agree(
+            lambda: offload.append(
+                offload_policy(self._plan.schedule, offload_to, self.transport.device, cuda_graphs, sharded)
+            )
+        )
+        self.stages = make_stages(self._plan, loss_fn, saved, scaler, cuda_graphs, offload[0])
         first = with_upkeep(self._plan.schedule, self.stages, grid, gathered, self.transport, cuda_graphs)
         self.profile = self._plan.profile
         ranks_here = self.transport.mine or tuple(range(ranks))

@@ -23,7 +23,7 @@ from sternway.pipeline.build._weights import on_zeros
 from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.transport._crew import Outcome
 from sternway.pipeline.transport._transport import Transport
-from sternway.schedule import Costs, Schedule
+from sternway.schedule import Costs, Schedule, Upkeep
 
 _REHEARSED = 4  # ways to cut that are tried at most, the best by simulation first
 
@@ -89,7 +89,7 @@ def _check_same(request: BuildRequest, transport: Transport) -> None:
     asked = {
         "stages": "a whole model" if isinstance(request.stages, nn.Module) else "one by one",
         "schedule": wanted,
-        "cuts": request.cuts if isinstance(request.cuts, str) else "names",
+        "cuts": repr(request.cuts),
         "n_microbatches": request.n_microbatches,
         "memory_limit": request.memory_limit,
         "memory": request.memory,
@@ -111,7 +111,7 @@ def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOpt
     that will be sharded are sharded in these steps, too, if there is room for a copy of the model: in FSDP's dtype
     they may take a fraction of the time, and messages do not.
     """
-    if draft.measured is None or not transport.mine or len(draft.options) == 1:
+    if draft.measured is None or not transport.mine or len(draft.options) == 1 or _moves(request.schedule):
         return min(draft.options, key=lambda option: option.cost())
     assert isinstance(request.stages, nn.Module)
     rehearsal = Rehearsal(transport, request.sample, request.sample_target, request.loss_fn, request.everyone)
@@ -129,6 +129,12 @@ def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOpt
     if request.everyone is not None:
         spans = transport.crew_apart(request.everyone).share(spans)[0]
     return options[spans.index(min(spans))]
+
+
+def _moves(wanted: Schedule | str) -> bool:
+    """Whether a schedule takes activations off the device, which steps with a sample do not."""
+    steps = [step for row in wanted.actions for step in row] if isinstance(wanted, Schedule) else []
+    return any(isinstance(step, Upkeep) and step.microbatch is not None for step in steps)
 
 
 def _can_copy(request: BuildRequest, transport: Transport) -> bool:

@@ -96,9 +96,10 @@ class Room:
         limits = [min(most, limit) for limit in self.limits(ample, costs)]
         plans = [ample]
         if not self.fits(ample):
-            everything = tuple(range(ample.num_stages)) if self.again is not None else ()
+            everything = tuple(sorted(self._gain()))
             try:
-                plans.append(find(limits, "auto" if everything else ()))
+                found = find(limits, "auto" if everything else ())
+                plans.append(replace(found, recompute=tuple(sorted(self._gain().intersection(found.recompute)))))
             except ScheduleError:  # not even one microbatch, by this count, which is a little too high
                 limits = [most] * len(limits)
             plans += [replace(plan, recompute=same) for plan in _named(ample) for same in {(), everything}]
@@ -109,11 +110,17 @@ class Room:
         peaks = best.simulate(costs).peaks
         return best, [max(both) for both in zip(limits, peaks, strict=True)]
 
+    def _gain(self) -> set[int]:
+        """The stages that hold something else if they are recomputed: those with blocks that can be."""
+        if self.again is None:
+            return set()
+        return {stage for stage, both in enumerate(zip(self.weights, self.again, strict=True)) if both[0] != both[1]}
+
     def lightest(self, plan: Schedule, costs: Costs) -> Schedule:
         """A given order of actions with as few stages recomputed as fit; with all, if even that does not fit."""
         if self.fits(plan) or plan.recompute or self.again is None:
             return plan
-        chosen = list(range(plan.num_stages))
+        chosen = sorted(self._gain())
         for stage in sorted(chosen, key=lambda stage: -costs.per_stage(plan.placement).F[stage]):
             fewer = replace(plan, recompute=tuple(each for each in chosen if each != stage))
             if self.fits(fewer):
