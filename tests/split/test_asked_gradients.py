@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway import split
+from sternway._torch.autograd import newest_sequence_number
 from sternway._torch.hooks import hooks_registered
 from sternway.split.compiled._backend import sternway
 from sternway.state import BackwardState
@@ -164,18 +165,21 @@ def test_a_graph_of_another_thread() -> None:
     model, x = stack(), torch.randn(3, 4)
     made: list[Tensor] = []
 
-    def work() -> None:
-        for _ in range(60):
+    def count_to(number: int) -> None:
+        while newest_sequence_number() <= number:
             squares(model, x)
-        made.extend(hooked(model, x) for _ in range(2))
 
-    worker = threading.Thread(target=work)
+    def work(number: int) -> None:
+        count_to(number)
+        made.extend(hooked(model, x) for _ in range(2))
+        made.append(torch.tensor(newest_sequence_number()))
+
+    worker = threading.Thread(target=work, args=(newest_sequence_number() + 1000,))
     worker.start()
     worker.join()
     split.backward_input(squares(model, x))[1].run()  # here the hooks are noticed
     model.zero_grad()
-    for _ in range(200):
-        squares(model, x)
+    count_to(int(made[2]))  # now the other thread's numbers are among those that were given here since
     made[0].backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
