@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from torch.nn import functional as F
 from gloo import on_ranks
 from sternway import schedule
 from sternway._torch.memory import OperationCounter
-from sternway.errors import PipelineError
+from sternway.errors import PipelineError, SavedError
 from sternway.pipeline import LocalTransport, Pipeline
+from sternway.pipeline.step._movers import Movers
 from sternway.schedule import Costs, Schedule, Upkeep
 
 DIM, COUNT = 32, 6
@@ -63,6 +65,55 @@ def test_the_same_bits_in_less_memory(name: str, limit: float, tmp_path: Path) -
         assert torch.equal(one, other)
         torch.testing.assert_close(other, reference.grad, rtol=1e-4, atol=1e-6)
     assert less < most
+    assert not list(tmp_path.iterdir())
+
+
+def disk_threads() -> int:
+    return sum(thread.name.startswith(("sternway-write", "sternway-read")) for thread in threading.enumerate())
+
+
+def most_at_once(plan: Schedule) -> int:
+    """The most microbatches of the first rank that are between F and their backward, of those that are moved."""
+    now, most = set(), 0
+    for step in plan.actions[0]:
+        for action in step.actions:
+            if (0, action.microbatch) in plan.moved(0):
+                (now.add if action.op == "F" else now.discard)(action.microbatch)
+        most = max(most, len(now))
+    return most
+
+
+def test_policies_serve_again_and_end_with_the_pipeline(tmp_path: Path) -> None:
+    before, x, plan = disk_threads(), batch(), away("1f1b", 1.0)
+    pipe = Pipeline(
+        blocks(), schedule=plan, loss_fn=F.mse_loss, ranks=2, transport=LocalTransport(), offload_to=tmp_path
+    )
+    for _ in range(3):
+        pipe.step(x, target=x)
+    (movers,) = (stage.movers for stage in pipe.stages.values() if stage.movers is not None and stage.movers._free)
+    assert isinstance(movers, Movers)
+    assert len(movers._free) == most_at_once(plan) < len(plan.moved(0))
+    assert disk_threads() > before
+    pipe.close()
+    assert disk_threads() == before
+    assert not list(tmp_path.iterdir())
+    pipe.close()
+    with pytest.raises(SavedError, match="a policy that was closed cannot be entered"), movers._free[0]:
+        pass
+
+
+def test_a_step_that_failed_leaves_no_threads(tmp_path: Path) -> None:
+    def wrong(output: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("on purpose")
+
+    before, x = disk_threads(), batch()
+    pipe = Pipeline(
+        blocks(), schedule=away("1f1b", 1.0), loss_fn=wrong, ranks=2, transport=LocalTransport(), offload_to=tmp_path
+    )
+    with pytest.raises(PipelineError, match="on purpose"):
+        pipe.step(x, target=x)
+    pipe.close()
+    assert disk_threads() == before
     assert not list(tmp_path.rglob("*.bin"))
 
 

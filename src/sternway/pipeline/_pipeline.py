@@ -497,12 +497,17 @@ class Pipeline:
 
     def close(self) -> None:
         """Finish what is in progress, and destroy the process groups. The pipeline cannot be used afterwards."""
-        if not self._guard.closed:
-            self._runner.settle()
-            if self._saves is not None:
-                with self._guard.other_ranks():
-                    self._saves.finish()
-            self._guard.close()
+        try:
+            if not self._guard.closed:
+                self._runner.settle()
+                if self._saves is not None:
+                    with self._guard.other_ranks():
+                        self._saves.finish()
+                self._guard.close()
+        finally:
+            for stage in self.stages.values():
+                if stage.movers is not None:
+                    stage.movers.close()
 
     def __repr__(self) -> str:
         now = replace(self._plan, schedule=self.schedule, costs=self.costs)

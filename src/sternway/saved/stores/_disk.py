@@ -113,9 +113,8 @@ class _DiskAway(Away):
                 done += file.write(data[done:])
         return len(data)
 
-    def read(self) -> Tensor:
+    def read(self, into: Tensor) -> Tensor:
         """Read the file, in a reader thread."""
-        into = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         if self._held is not None:
             return into.copy_(self._held)
         assert self._path is not None
@@ -142,7 +141,15 @@ class _DiskAway(Away):
     def back(self) -> Arrival:
         if not self.out.done():
             self.out.join()  # the file is not complete yet
-        return _DiskArrival(self._store.readers.submit(self.read), self._device, self._store)
+        if self._store.closed:
+            raise SavedError(
+                "a saved tensor cannot be brought back, because its policy was closed",
+                got=f"{self._size} bytes in a file",
+                fix="close the policy after the backward",
+            )
+        # Allocated here, so that the memory is taken in the order of the program, whenever the thread runs.
+        into = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        return _DiskArrival(self._store.readers.submit(self.read, into), self._device, self._store)
 
     def free(self) -> None:
         with self._lock:
@@ -173,7 +180,7 @@ class DiskStore(Store):
         self._count = 0
         self._writers = ThreadPoolExecutor(2, "sternway-write")
         self.readers = ThreadPoolExecutor(2, "sternway-read")
-        weakref.finalize(self, _shut, self._writers, self.readers, self.folder)
+        self._shut = weakref.finalize(self, _shut, self._writers, self.readers, self.folder)
 
     def opened(self) -> None:
         remove_orphans(self.folder.directory)
@@ -258,6 +265,14 @@ class DiskStore(Store):
             self.folder.close()
         if forget:
             self._pool.clear()
+
+    def close(self) -> None:
+        super().close()
+        self.flush()
+        self._writers.shutdown(wait=True)
+        self.readers.shutdown(wait=True)
+        self._pool.clear()
+        self._shut()
 
 
 def _shut(writers: ThreadPoolExecutor, readers: ThreadPoolExecutor, folder: DiskFolder) -> None:
