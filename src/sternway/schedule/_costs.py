@@ -35,6 +35,7 @@ _PER_STAGE = (
     "memory_after_I",
     "memory_input",
     "memory_again",
+    "memory_offloaded",
 )
 
 EPSILON = 1e-9
@@ -46,7 +47,8 @@ class StageCosts:
     """Costs for one placement: one number for each stage.
 
     ``keeps[s]`` is what F of stage s adds to its rank's memory, ``keeps_after_i[s]`` what I leaves of it, and
-    ``works[s]`` what I or B takes beyond ``keeps[s]`` while it runs: something if the stage is recomputed.
+    ``works[s]`` what I or B takes beyond ``keeps[s]`` while it runs: something if the stage is recomputed. ``away[s]``
+    is what a microbatch keeps on its rank while it is offloaded.
     """
 
     F: tuple[float, ...]
@@ -61,6 +63,7 @@ class StageCosts:
     reduce: tuple[float, ...] = ()
     gathered: tuple[float, ...] = ()
     offload: tuple[float, ...] = ()
+    away: tuple[float, ...] = ()
 
     def of(self, op: str, stage: int) -> float:
         """Return the time that ``op`` of ``stage`` takes."""
@@ -121,6 +124,8 @@ class Costs:
         memory_input: what F of a recomputed stage keeps, in units; one number, or one for each stage.
         memory_again: what a recomputed stage takes while its backward runs, ``memory_input`` included; what F keeps
             otherwise, unless given. One number, or one for each stage.
+        memory_offloaded: what stays on the rank of a microbatch that is offloaded, in units; one number, or one for
+            each stage.
 
     Raises:
         ScheduleError: a cost is negative or not finite, or sequences have different lengths.
@@ -141,6 +146,7 @@ class Costs:
     memory_input: float | Sequence[float] = 0.0
     memory_again: float | Sequence[float] | None = None
     offload: float | Sequence[float] = 0.0
+    memory_offloaded: float | Sequence[float] = 0.0
 
     def __post_init__(self) -> None:
         lengths: dict[str, int] = {}
@@ -247,6 +253,7 @@ class Costs:
             reduce=resolve("reduce"),
             gathered=resolve("memory_gathered"),
             offload=resolve("offload"),
+            away=resolve("memory_offloaded"),
         )
         if not recompute:
             return plain

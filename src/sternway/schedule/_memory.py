@@ -2,7 +2,7 @@
 
 Each stage has its own amounts: what its F keeps until I, what I leaves until W, what a backward takes while it runs (a
 recomputed stage then has its activations again), and what its parameters take from UNSHARD to RESHARD. Between OFFLOAD
-and RELOAD a microbatch takes nothing. What F keeps counts from the start of F. What a backward frees counts until its
+and RELOAD a microbatch takes nothing but what stays of it. What F keeps counts from the start of F. What a backward frees counts until its
 end, so an overlapped pair has both at once.
 """
 
@@ -29,7 +29,8 @@ def memory_steps(schedule: "Schedule", rank: int, costs: Costs) -> Iterator[tupl
         [(1.0, 1.0), (1.0, 0.5), (0.5, 0.0)]
     """
     each = costs.per_stage(schedule.placement, schedule.recompute)
-    for during, after in kept_steps(schedule, rank, each.keeps, each.keeps_after_i, each.gathered, each.works):
+    amounts = each.keeps, each.keeps_after_i, each.gathered, each.works, each.away
+    for during, after in kept_steps(schedule, rank, *amounts):
         yield round(during, _DIGITS), round(after, _DIGITS)
 
 
@@ -46,9 +47,10 @@ def kept_steps(
     after_i: Sequence[float],
     gathered: Sequence[float] | None = None,
     works: Sequence[float] | None = None,
+    away: Sequence[float] | None = None,
 ) -> Iterator[tuple[float, float]]:
-    """``memory_steps`` in given amounts: what F of each stage keeps, what I leaves of it, what it takes gathered, and
-    what its backward takes beyond what F kept.
+    """``memory_steps`` in given amounts: what F of each stage keeps, what I leaves of it, what it takes gathered,
+    what its backward takes beyond what F kept, and what stays of what is offloaded.
 
     Example:
         >>> from sternway import schedule
@@ -69,7 +71,10 @@ def kept_steps(
                 during += works[action.stage] if works is not None else 0
                 level += rest - whole if action.op == "I" else -whole
         if isinstance(step, Upkeep):
-            amount = after_f[step.stage] if step.op in MOVES else gathered[step.stage] if gathered is not None else 0
+            if step.op in MOVES:
+                amount = max(0, after_f[step.stage] - (away[step.stage] if away is not None else 0))
+            else:
+                amount = gathered[step.stage] if gathered is not None else 0
             level += _SIGN[step.op] * amount
             during = max(during, level)
         yield during, level

@@ -77,18 +77,20 @@ def rank_bytes(
 def _of_rank(plan: Schedule, rank: int, weights: Sequence[StageWeight], optimizer: float, shards: Shards) -> RankBytes:
     mine = [weights[stage] for stage in plan.placement[rank]]
     held, whole, most = 0, _Gathered(shards, weights), (0, 0, 0)
+    moved = plan.moved(rank)
     messages = list(message_bytes(plan, rank, [each.message for each in weights]))
     for step, around in zip(plan.actions[rank], messages, strict=True):
         if isinstance(step, Upkeep):
             if step.microbatch is not None:
-                kept = weights[step.stage].actions["F"].left
-                held += -kept if step.op == "OFFLOAD" else kept
+                held += -weights[step.stage].freed if step.op == "OFFLOAD" else weights[step.stage].moved
             most = max(most, (held + around + whole.during(step), held, whole.now))
         for action in step.actions:
             each = weights[action.stage].actions[action.op]
             whole.note(action)
             most = max(most, (held + each.peak + around + whole.now, held, whole.now))
             held += each.left
+            if action.is_backward and (action.stage, action.microbatch) in moved:
+                held -= weights[action.stage].moved - weights[action.stage].freed
     gradients = sum(each.gradients for each in mine)
     total, activations, gathered = most
     return RankBytes(

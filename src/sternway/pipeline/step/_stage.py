@@ -34,7 +34,7 @@ from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpac
 from sternway.pipeline.transport._routes import MAIN
 from sternway.saved import Offload
 
-__all__ = ["LossFn", "Stage", "WithSkips", "named_parameters"]
+__all__ = ["LossFn", "Stage", "WithSkips", "named_parameters", "tensors_anyway"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +264,10 @@ class Stage:
     def pending_bytes(self, number: int) -> int:
         """The bytes that wait for W of a microbatch."""
         return self._pendings[number].nbytes if number in self._pendings else 0
+
+    def sent_tensors(self, number: int) -> list[Tensor]:
+        """What F of a microbatch has sent, and its backward starts at."""
+        return [tensor for tensors in self._graphs[number].outputs.values() for tensor in tensors]
 
     def clear(self) -> None:
         """Drop everything, after a step or an error."""

@@ -74,17 +74,19 @@ class _DiskArrival(Arrival):
 
 
 class _DiskAway(Away):
-    def __init__(self, store: DiskStore, flat: Tensor, itemsize: int, lossless: bool) -> None:
-        self._store, self._size, self._device = store, len(flat), flat.device
+    def __init__(self, store: DiskStore, flat: Tensor, device: torch.device, itemsize: int, lossless: bool) -> None:
+        self._store, self._size, self._device = store, len(flat), device
         self._itemsize, self._lossless = itemsize, lossless
         self._path: Path | None = None
+        self._source: Tensor | None = flat  # until it is written: a thread keeps its arguments longer
         self._held: Tensor | None = None  # the bytes, if they could not be written
         self._freed = threading.Event()
         self._lock = threading.Lock()
 
-    def write(self, source: Tensor, buffer: Buffer | None, copied: Any) -> None:
+    def write(self, buffer: Buffer | None, copied: Any) -> None:
         """Write the file, in a writer thread."""
-        written = 0
+        written, source, self._source = 0, self._source, None
+        assert source is not None  # it is written once
         try:
             if copied is not None:
                 copied.event.synchronize()
@@ -204,14 +206,14 @@ class DiskStore(Store):
             while self._backlog and self._backlog + size > self._limit:
                 self._changed.wait()
             self._backlog += size
-        away = _DiskAway(self, flat, itemsize, lossless)
         buffer, copied, source = None, None, flat
         if flat.device.type != "cpu":
             buffer = self._pool.take(size, wait=True)
             assert buffer is not None  # told to wait
             source = buffer.data[:size]
             copied = self.mover(flat.device).out(flat, source, buffer.after)
-        away.out = Threaded(self._writers.submit(away.write, source, buffer, copied), self.clock, copied)
+        away = _DiskAway(self, source, flat.device, itemsize, lossless)
+        away.out = Threaded(self._writers.submit(away.write, buffer, copied), self.clock, copied)
         return away
 
     def wrote(self, size: int, written: int, buffer: Buffer | None) -> None:
