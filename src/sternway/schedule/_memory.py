@@ -2,8 +2,8 @@
 
 Each stage has its own amounts: what its F keeps until I, what I leaves until W, what a backward takes while it runs (a
 recomputed stage then has its activations again), and what its parameters take from UNSHARD to RESHARD. Between OFFLOAD
-and RELOAD a microbatch takes nothing but what stays of it. What F keeps counts from the start of F. What a backward frees counts until its
-end, so an overlapped pair has both at once.
+and RELOAD a microbatch takes only what stays of it. What F keeps counts from the start of F. What a backward frees
+counts until its end, so an overlapped pair has both at once.
 """
 
 from collections.abc import Iterator, Sequence

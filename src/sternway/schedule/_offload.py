@@ -27,7 +27,7 @@ _WAYS = ((1, 1), (0, 1), (-1, 1), (1, 0), (0, 0), (-1, 0))
 """How many F may run before it is gone, -1 for no step at all; and how many steps ahead it comes back."""
 
 
-def offloaded(schedule: Schedule, costs: Costs, *, memory_limit: float | Sequence[float]) -> Schedule:
+def offloaded(schedule: Schedule, costs: Costs, *, memory_limit: float | Sequence[float] | None) -> Schedule:
     """Return the schedule with OFFLOAD and RELOAD of as many microbatches as make it fit, in the way that takes least.
 
     Example:
@@ -44,13 +44,16 @@ def offloaded(schedule: Schedule, costs: Costs, *, memory_limit: float | Sequenc
     Args:
         schedule: the schedule; what it moves already is placed anew.
         costs: their ``offload`` is the time that a move takes.
-        memory_limit: what a rank may keep; one number, or one for each rank.
+        memory_limit: what a rank may keep; one number, or one for each rank. None to move all that can be, in the way
+            that keeps least.
 
     Raises:
         ScheduleError: it does not fit even if all that could be is moved.
     """
     ScheduleError.unless(isinstance(schedule, Schedule), "offloaded needs a Schedule", schedule, "make or read one")
     plain = without_moves(schedule)
+    if memory_limit is None:
+        return _smallest(plain, costs)
     limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * plain.ranks
     if len(limits) != plain.ranks:
         raise ScheduleError(
@@ -67,9 +70,16 @@ def offloaded(schedule: Schedule, costs: Costs, *, memory_limit: float | Sequenc
         raise ScheduleError(
             f"{schedule.name} cannot stay within the memory limit, however much is offloaded",
             got=f"memory_limit={memory_limit!r}",
-            fix="pass a larger limit, or recompute stages",
+            fix=f"pass {simulate(_smallest(plain, costs), costs).peak_memory:g} or more, or recompute stages",
         )
     return min(found, key=lambda each: each[:2])[2]
+
+
+def _smallest(plain: Schedule, costs: Costs) -> Schedule:
+    """Return the schedule with all moves, in the way that keeps least on the fullest rank."""
+    rows = ([_placed(steps, dict(_waits(steps)), way) for steps in plain.actions] for way in _WAYS)
+    made = [replace(plain, actions=tuple(each)) for each in rows]
+    return min(made, key=lambda each: simulate(each, costs).peak_memory)
 
 
 def without_moves(schedule: Schedule) -> Schedule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from sternway.pipeline.build._rank_bytes import Shards
 from sternway.pipeline.build._shard_stage import ShardFn
 from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.step._stage import LossFn
+from sternway.saved import Offload
 from sternway.schedule import Schedule
 
 
@@ -36,3 +37,5 @@ class BuildRequest:
     shard: ShardFn | None = None
     shards: Shards | None = None  # what that makes of the parameters of stages
     tune: bool = True  # whether "auto" may change its plan later
+    offload: Callable[[], Offload] | None = None  # makes what moves microbatches, if a plan may
+    offload_rate: float | None = None  # bytes in a second; to be measured if it is None

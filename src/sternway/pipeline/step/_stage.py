@@ -279,6 +279,11 @@ class Stage:
         if self.movers is not None:
             self.movers.give_all()
 
+    def close(self) -> None:
+        """No step follows."""
+        if self.movers is not None:
+            self.movers.close()
+
 
 def tensors_anyway(microbatch: Microbatch, received: dict[str, Payload]) -> list[Tensor]:
     """What a stage is given for a microbatch, and a rank holds until its backward: the batch, and what arrived."""

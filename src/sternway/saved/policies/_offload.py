@@ -79,7 +79,7 @@ class Offload(Policy):
         self.offloader.bring_back()
 
     def spare(self, tensors: Iterable[Tensor]) -> None:
-        """In the next blocks, leave alone what shares a storage with these: somebody keeps them on the device anyway."""
+        """In the next blocks, leave alone what shares a storage with these: they are kept on the device anyway."""
         self._spared = frozenset(storage_sizes(tensors))
 
     def spares(self, tensor: Tensor) -> bool:

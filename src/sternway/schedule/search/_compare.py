@@ -4,6 +4,7 @@ Rows are comparable because costs are for a rank's whole share of the model: a s
 the same work in smaller steps. Each is measured against the lower bound of its own placement.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,7 @@ from sternway.schedule.named._make import make, names
 from sternway.schedule.search._hunt import Progress, half_of
 from sternway.schedule.search._lower_bound import bound, least_bound
 from sternway.schedule.search._problem import check_arguments, limit_of, resolve
-from sternway.schedule.search._search import search
+from sternway.schedule.search._search import moved_within, search
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Row:
         schedule: the schedule.
         timeline: its simulation with the comparison's costs.
         bound: the lower bound of the longest span of a rank, for this placement and limit, whatever is recomputed if
-            the comparison allows that.
+            the comparison allows that; where microbatches may be offloaded, that of unlimited memory.
         fits: whether it stays within the memory limit.
     """
 
@@ -89,6 +90,7 @@ class Comparison:
     rows: tuple[Row, ...]
     unmade: tuple[tuple[str, str], ...]
     recompute: bool = False
+    offload: bool = False
 
     def __repr__(self) -> str:
         return f"<Comparison of {len(self.rows)} schedules: {self._title()}; best {self.best.name}>"
@@ -150,6 +152,8 @@ class Comparison:
         best = self.best
         some = ", ".join(map(str, best.schedule.recompute))
         text = f"{best.name}{f' (stages recomputed: {some})' if some else ''} is {best.gap:.1%} above anything possible"
+        if self.offload:
+            return f"{text} with unlimited memory"
         more = self.memory_limit + self.costs.smallest()
         then = _bound(self.costs, best.schedule, more, self.recompute)
         gain = 1 - then / best.bound if best.bound > 0 else 0.0
@@ -175,6 +179,7 @@ def compare(
     memory_limit: float | None = None,
     memory: int | str | None = None,
     recompute: bool = False,
+    offload: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare every named schedule and the searched ones under one memory limit.
@@ -194,6 +199,8 @@ def compare(
         memory: or what it has in bytes, or as text such as "20GB"; the costs must have ``activation_bytes``.
         recompute: whether stages may be recomputed: the named schedules are listed as they are and with all stages
             recomputed, and a search chooses the stages.
+        offload: whether microbatches may be moved to the host and back, for ``costs.offload`` each: those schedules
+            that do not fit are listed with moves, too, and a search takes the shortest plan with or without.
         progress: called with (done, total) during the searches.
 
     Raises:
@@ -204,20 +211,31 @@ def compare(
     assert isinstance(limit, int | float)  # one for all ranks
     check_arguments(costs, ranks, microbatches, limit)
     rows, unmade = [], []
-    for name, build in _builders(costs, ranks, microbatches, limit, recompute, progress):
+    bound_within = math.inf if offload else limit
+    for name, build in _builders(costs, ranks, microbatches, limit, recompute, offload, progress):
         try:
-            rows.append(_measure(name, build(), costs, limit, recompute))
+            row = _measure(name, build(), costs, limit, bound_within, recompute)
+            rows.append(row)
+            if offload and not row.fits:
+                moved = moved_within(row.schedule, costs, limit)
+                rows += [_measure(f"{name}, offloaded", each, costs, limit, bound_within, recompute) for each in moved]
         except ScheduleError as error:
             unmade.append((name, str(error)))
             problem = error  # the searches come last, and their error says what would work
     rows.sort(key=_order)
     if not rows or not rows[0].fits:
         raise problem
-    return Comparison(costs, ranks, microbatches, limit, tuple(rows), tuple(unmade), recompute)
+    return Comparison(costs, ranks, microbatches, limit, tuple(rows), tuple(unmade), recompute, offload)
 
 
 def _builders(
-    costs: Costs, ranks: int, microbatches: int, memory_limit: float, recompute: bool, progress: Progress | None
+    costs: Costs,
+    ranks: int,
+    microbatches: int,
+    memory_limit: float,
+    recompute: bool,
+    offload: bool,
+    progress: Progress | None,
 ) -> Iterator[tuple[str, Callable[[], Schedule]]]:
     """Yield each schedule's name and how to make it."""
     for name in names():
@@ -232,6 +250,7 @@ def _builders(
         microbatches=microbatches,
         memory_limit=memory_limit,
         recompute="auto" if recompute else (),
+        offload=offload,
     )
     for half, name in enumerate(("search", "search-v")):
         yield name, partial(searched, stages_per_rank=half + 1, progress=half_of(progress, half))
@@ -250,10 +269,12 @@ def _bound(costs: Costs, schedule: Schedule, memory_limit: float, recompute: boo
     return bound(resolve(costs, schedule.placement, schedule.n_microbatches, memory_limit, joined=True))
 
 
-def _measure(name: str, schedule: Schedule, costs: Costs, memory_limit: float, recompute: bool) -> Row:
-    """Time a schedule and compare it with the limit and the bound."""
+def _measure(
+    name: str, schedule: Schedule, costs: Costs, memory_limit: float, bound_within: float, recompute: bool
+) -> Row:
+    """Time a schedule and compare it with the limit, and with the bound of ``bound_within``."""
     timeline = schedule.simulate(costs)
-    least = _bound(costs, schedule, memory_limit, recompute)
+    least = _bound(costs, schedule, bound_within, recompute)
     return Row(name, schedule, timeline, least, fits=timeline.peak_memory <= memory_limit + EPSILON)
 
 
