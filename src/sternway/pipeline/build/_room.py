@@ -110,7 +110,7 @@ class Room:
                 limits = [most] * len(limits)
             named = [replace(plan, recompute=same) for plan in _named(ample) for same in {(), everything}]
             ways = [*named, *(replace(ample, recompute=same) for same in {(), everything})]
-            plans += [*named, *self._moved((fuse(plan, costs) for plan in ways), costs)]
+            plans += [*named, *self.moved((fuse(plan, costs) for plan in ways), costs)]
         best = self._best([each for plan in plans for each in (fuse(plan, costs), plan)], costs)
         peaks = best.simulate(costs).peaks
         return best, [max(both) for both in zip(limits, peaks, strict=True)]
@@ -120,7 +120,7 @@ class Room:
         fitting = [plan for plan in plans if self.fits(plan)]
         return min(fitting, key=lambda plan: cost_of(plan, costs)) if fitting else min(plans, key=self.peak)
 
-    def _moved(self, plans: Iterable[Schedule], costs: Costs) -> Iterator[Schedule]:
+    def moved(self, plans: Iterable[Schedule], costs: Costs) -> Iterator[Schedule]:
         """These plans with as many microbatches offloaded as make them fit; if that is not enough, with all."""
         for plan in plans if self.rate is not None else ():
             try:
@@ -143,7 +143,7 @@ class Room:
         if self.fits(plan) or plan.recompute or any(plan.moved(rank) for rank in range(plan.ranks)):
             return plan
         again = self._fewest(plan, costs)
-        return self._best([again, *self._moved({plan.recompute: plan, again.recompute: again}.values(), costs)], costs)
+        return self._best([again, *self.moved({plan.recompute: plan, again.recompute: again}.values(), costs)], costs)
 
     def _fewest(self, plan: Schedule, costs: Costs) -> Schedule:
         """The plan with as few stages recomputed as fit; with all, if even that does not fit."""
