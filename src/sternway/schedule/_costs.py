@@ -65,6 +65,11 @@ class StageCosts:
     offload: tuple[float, ...] = ()
     away: tuple[float, ...] = ()
 
+    @property
+    def amounts(self) -> tuple[tuple[float, ...], ...]:
+        """All amounts of memory, in the order in which ``kept_steps`` takes them."""
+        return self.keeps, self.keeps_after_i, self.gathered, self.works, self.away
+
     def of(self, op: str, stage: int) -> float:
         """Return the time that ``op`` of ``stage`` takes."""
         times: tuple[float, ...] = getattr(self, op)

@@ -13,6 +13,7 @@ from sternway.schedule._action import MOVES, Upkeep
 from sternway.schedule._costs import Costs
 
 if TYPE_CHECKING:
+    from sternway.schedule._action import Step
     from sternway.schedule._schedule import Schedule
 
 _SIGN = {"UNSHARD": 1, "RESHARD": -1, "REDUCE_GRAD": 0, "OFFLOAD": -1, "RELOAD": 1}
@@ -28,9 +29,7 @@ def memory_steps(schedule: "Schedule", rank: int, costs: Costs) -> Iterator[tupl
         >>> list(memory_steps(s, 0, Costs(memory_after_I=0.5)))
         [(1.0, 1.0), (1.0, 0.5), (0.5, 0.0)]
     """
-    each = costs.per_stage(schedule.placement, schedule.recompute)
-    amounts = each.keeps, each.keeps_after_i, each.gathered, each.works, each.away
-    for during, after in kept_steps(schedule, rank, *amounts):
+    for during, after in kept_steps(schedule, rank, *costs.per_stage(schedule.placement, schedule.recompute).amounts):
         yield round(during, _DIGITS), round(after, _DIGITS)
 
 
@@ -57,8 +56,20 @@ def kept_steps(
         >>> list(kept_steps(schedule.from_csv("0F0,0B0"), 0, [300], [100]))
         [(300, 300), (300, 0)]
     """
+    yield from kept_by(schedule.actions[rank], after_f, after_i, gathered, works, away)
+
+
+def kept_by(
+    steps: "Sequence[Step]",
+    after_f: Sequence[float],
+    after_i: Sequence[float],
+    gathered: Sequence[float] | None = None,
+    works: Sequence[float] | None = None,
+    away: Sequence[float] | None = None,
+) -> Iterator[tuple[float, float]]:
+    """``kept_steps`` of steps that need not be a rank's of a schedule."""
     level: float = 0
-    for step in schedule.actions[rank]:
+    for step in steps:
         during = level
         for action in step.actions:
             whole, rest = after_f[action.stage], after_i[action.stage]
