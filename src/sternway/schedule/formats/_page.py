@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from sternway.schedule._action import Overlap, Upkeep
 from sternway.schedule._timeline import Timeline
+from sternway.schedule.formats._terminal import describe_size
 
 if TYPE_CHECKING:
     from sternway.schedule.search import Comparison
@@ -86,13 +87,14 @@ def _terms(timeline: Timeline, limit: float | None) -> "Terms":
 
     s, costs = timeline.schedule, timeline.costs
     times = {"F": costs.F, "I": costs.I, "W": costs.W, "B": costs.B, "comm": costs.comm}
+    times |= {"overlap": costs.overlap} if costs.overlap != 1 else {}
     given = ", ".join(
         f"{name} = {':'.join(f'{each:g}' for each in time) if isinstance(time, Sequence) else f'{time:g}'}"
         for name, time in times.items()
         if time is not None
     )
     rows = [
-        ("schedule", f"{s.name}: {s.ranks} ranks, {s.num_stages} stages, {s.n_microbatches} microbatches"),
+        ("schedule", describe_size(s)),
         ("costs", given),
         ("makespan", f"{timeline.makespan:.6g}, from the first start to the last end"),
         ("period", f"{timeline.period:.6g}, a step among steps: each rank begins the next one when it is free"),

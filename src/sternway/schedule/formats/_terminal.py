@@ -70,7 +70,8 @@ def describe_size(schedule: Schedule) -> str:
     )
     words = (f"{count} {one if count == 1 else several}" for count, one, several in counts)
     some = ", ".join(map(str, schedule.recompute))
-    return f"{schedule.name}: {', '.join(words)}" + (f"; recomputed: {some}" if some else "")
+    more = f" in {schedule.copies} copies of the model" if schedule.copies > 1 else ""
+    return f"{schedule.name}: {', '.join(words)}{more}" + (f"; recomputed: {some}" if some else "")
 
 
 def _first(rows: Iterable[str], count: int) -> list[str]:
