@@ -36,7 +36,7 @@ def test_measured_steps_show_it(recompute):
     s = schedule.Schedule(s.name, 6, s.placement, s.actions, recompute=recompute)
     found = schedule.measured_costs(s.simulate(COSTS), Costs(I=1.2, W=0.7))
     assert found.overlap == pytest.approx((0.8,) * 4)
-    assert found.F == pytest.approx((0.5,) * 4)
+    assert pytest.approx((0.5,) * 4) == found.F
     assert s.simulate(found).makespan == pytest.approx(s.simulate(COSTS).makespan)
     plain = schedule.make("zb-v", ranks=2, microbatches=6)  # which has no pairs: as planned
     assert schedule.measured_costs(plain.simulate(COSTS), COSTS).overlap == 0.8

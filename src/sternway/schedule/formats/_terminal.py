@@ -26,6 +26,9 @@ _ANSI = {
     "L": "48;5;250",
 }
 _LETTERS = {"OFFLOAD": "O", "RELOAD": "L"}
+ROWS = {"net": "link", "out": "out", "back": "back"}
+"""What the row of each link is called."""
+
 _WIDEST = 400
 _LINES, _LINE = 16, 100
 
@@ -115,7 +118,7 @@ def draw(timeline: Timeline, *, color: bool = False, width: int | None = None) -
     for rank, events in enumerate(timeline.events):
         computing = [event for event in events if not isinstance(event.action, Upkeep)]
         lines.append(f"{f'rank {rank}':<{head - 2}} |{_line(timeline, computing, scale, numbers, color)}|")
-        for link, name in (("net", "link"), ("out", "out"), ("back", "back")):
+        for link, name in ROWS.items():
             carried = [event for event in events if isinstance(event.action, Upkeep) and event.end > event.start]
             carried = [event for event in carried if LINKS[event.action.op] == link]  # type: ignore[union-attr]
             if carried:
