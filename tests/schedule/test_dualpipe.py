@@ -3,6 +3,7 @@
 from itertools import product
 
 import pytest
+from slow_checker import rendezvous
 
 from sternway import schedule
 from sternway.errors import PipelineError, ScheduleError
@@ -100,6 +101,7 @@ def test_files_drawings_and_passes():
     assert '"copies": 2' in s.to_json()
     for dialect in ("compute_only", "compute_comms"):
         assert schedule.from_csv(s.to_csv(dialect), name="dualpipe", copies=2) == s
+    assert rendezvous(s.to_csv("compute_comms"), s.placement)
     with pytest.raises(ScheduleError, match="every stage must run every microbatch's F once"):
         schedule.from_csv(s.to_csv()).check()  # a file of torch's form does not say that there are two chains
     assert str(s).startswith("dualpipe: 4 ranks, 8 microbatches, 8 stages in 2 copies of the model\n")
