@@ -29,7 +29,8 @@ def memory_steps(schedule: "Schedule", rank: int, costs: Costs) -> Iterator[tupl
         >>> list(memory_steps(s, 0, Costs(memory_after_I=0.5)))
         [(1.0, 1.0), (1.0, 0.5), (0.5, 0.0)]
     """
-    for during, after in kept_steps(schedule, rank, *costs.per_stage(schedule.placement, schedule.recompute).amounts):
+    each = costs.per_stage(schedule.placement, schedule.recompute, schedule.copies)
+    for during, after in kept_steps(schedule, rank, *each.amounts):
         yield round(during, _DIGITS), round(after, _DIGITS)
 
 

@@ -60,7 +60,7 @@ def offloaded(schedule: Schedule, costs: Costs, *, memory_limit: float | Sequenc
         raise ScheduleError(
             "memory_limit must be one number, or one for each rank", got=repr(memory_limit), fix="pass one number"
         )
-    amounts = costs.per_stage(plain.placement, plain.recompute).amounts
+    amounts = costs.per_stage(plain.placement, plain.recompute, plain.copies).amounts
     found: list[tuple[tuple[float, float, int], int, Schedule]] = []
     for way in _WAYS:
         rows = [_fewest(steps, amounts, limit, way) for steps, limit in zip(plain.actions, limits, strict=True)]
