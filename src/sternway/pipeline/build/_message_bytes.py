@@ -11,8 +11,8 @@ from sternway.pipeline.transport._routes import MessageKey, Routes
 from sternway.schedule import Schedule
 
 
-def message_bytes(plan: Schedule, rank: int, sizes: Sequence[int]) -> Iterator[int]:
-    """For each step of a rank in training, the bytes beside what its actions take and leave.
+def message_bytes(plan: Schedule, rank: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """For each step of a rank in training, the bytes beside what its actions take and leave, and those kept for more.
 
     Messages are asked for ahead. A gradient that was sent is kept until it is known to have arrived; an activation is
     kept for its backward anyway. What a stage passes to another one of its rank is no copy, which its F would be.
@@ -47,7 +47,7 @@ def message_bytes(plan: Schedule, rank: int, sizes: Sequence[int]) -> Iterator[i
         ahead = sum(size(islice(queue, GlooCarrier.ahead)) for queue in queues)
         now = ahead + size(iter(in_use))
         most = max(most, now)
-        yield ahead + most - now + size(iter(kept)) - size(iter(shared))
+        yield ahead + size(iter(kept)) - size(iter(shared)), most - now
         turned = {(action.stage, action.microbatch) for action in step.actions if action.is_backward}
         in_use = {key for key in in_use if (key.target, key.microbatch) not in turned}
         for key in (key for action in step.actions for key in routes.sent(action) if key.is_gradient):

@@ -79,7 +79,7 @@ def _of_rank(plan: Schedule, rank: int, weights: Sequence[StageWeight], optimize
     held, whole, most = 0, _Gathered(shards, weights), (0, 0, 0)
     moved = plan.moved(rank)
     messages = list(message_bytes(plan, rank, [each.message for each in weights]))
-    for step, around in zip(plan.actions[rank], messages, strict=True):
+    for step, around in zip(plan.actions[rank], map(sum, messages), strict=True):
         if isinstance(step, Upkeep):
             if step.microbatch is not None:
                 held += -weights[step.stage].freed if step.op == "OFFLOAD" else weights[step.stage].moved
@@ -100,7 +100,7 @@ def _of_rank(plan: Schedule, rank: int, weights: Sequence[StageWeight], optimize
         int(optimizer * shards.of(gradients)),
         activations,
         total - activations - gathered,
-        max(messages, default=0),
+        max((there for there, _ in messages), default=0),
         gathered,
     )
 

@@ -104,8 +104,9 @@ class Room:
         if not self.fits(ample):
             everything = tuple(sorted(self._gain()))
             try:
-                found = find(limits, "auto" if everything else ())
-                plans.append(replace(found, recompute=tuple(sorted(self._gain().intersection(found.recompute)))))
+                plans.append(self._found(find, limits))
+                if not self.fits(plans[-1]):  # by a few messages, which the limits do not know
+                    plans.append(self._found(find, self._tighter(plans[-1], limits, costs)))
             except ScheduleError:  # not even one microbatch, by this count, which is a little too high
                 limits = [most] * len(limits)
             named = [replace(plan, recompute=same) for plan in _named(ample) for same in {(), everything}]
@@ -114,6 +115,16 @@ class Room:
         best = self._best([each for plan in plans for each in (fuse(plan, costs), plan)], costs)
         peaks = best.simulate(costs).peaks
         return best, [max(both) for both in zip(limits, peaks, strict=True)]
+
+    def _found(self, find: Find, limits: Sequence[float]) -> Schedule:
+        """What a search finds within the limits, of which stages without blocks are not recomputed."""
+        found = find(limits, "auto" if self._gain() else ())
+        return replace(found, recompute=tuple(sorted(self._gain().intersection(found.recompute))))
+
+    def _tighter(self, plan: Schedule, limits: Sequence[float], costs: Costs) -> list[float]:
+        """The limits, less what each rank of a plan has too much."""
+        over = (max(0, rank.total - self.limit) / costs.activation_bytes for rank in self.ranks(plan))
+        return [limit - each for limit, each in zip(limits, over, strict=True)]
 
     def _best(self, plans: Sequence[Schedule], costs: Costs) -> Schedule:
         """The fastest that stays within the bytes; if none does, the smallest."""
