@@ -35,6 +35,7 @@ _PER_STAGE = (
     "memory_after_I",
     "memory_input",
     "memory_again",
+    "memory_gathered",
 )
 
 EPSILON = 1e-9
@@ -116,7 +117,8 @@ class Costs:
         reduce: time to reduce the gradients of sharded parameters; one number, or one for each stage.
         offload: time to move what F of a microbatch keeps on a rank to the host, or back; one number, or one for each
             stage. Beside computation, one at a time in each direction.
-        memory_gathered: what a rank's gathered parameters take, in what one microbatch's forward keeps.
+        memory_gathered: what a rank's gathered parameters take, in what one microbatch's forward keeps; one number, or
+            one for each stage.
         memory_after_F: what F keeps, in units of memory; pass one number for each stage if stages are not equal.
         memory_input: what F of a recomputed stage keeps, in units; one number, or one for each stage.
         memory_again: what a recomputed stage takes while its backward runs, ``memory_input`` included; what F keeps
@@ -136,7 +138,7 @@ class Costs:
     static_bytes: float = 0.0
     gather: float | Sequence[float] = 0.0
     reduce: float | Sequence[float] = 0.0
-    memory_gathered: float = 0.0
+    memory_gathered: float | Sequence[float] = 0.0
     memory_after_F: float | Sequence[float] = 1.0  # noqa: N815 - the paper's letter
     memory_input: float | Sequence[float] = 0.0
     memory_again: float | Sequence[float] | None = None
@@ -157,7 +159,7 @@ class Costs:
                 got=", ".join(f"{n} for {name}" for name, n in lengths.items()),
                 fix="pass sequences as long as there are stages",
             )
-        for name in ("comm", "activation_bytes", "static_bytes", "memory_gathered"):
+        for name in ("comm", "activation_bytes", "static_bytes"):
             object.__setattr__(self, name, _amount(name, getattr(self, name)))
 
     def bytes_of(self, memory: float) -> float | None:

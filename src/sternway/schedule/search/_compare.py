@@ -16,7 +16,7 @@ from sternway.schedule._costs import EPSILON, Costs
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._timeline import Timeline
 from sternway.schedule.named._make import make, names
-from sternway.schedule.search._hunt import Progress, half_of
+from sternway.schedule.search._hunt import Progress, part_of
 from sternway.schedule.search._lower_bound import bound, least_bound
 from sternway.schedule.search._problem import check_arguments, limit_of, resolve
 from sternway.schedule.search._search import search
@@ -234,7 +234,7 @@ def _builders(
         recompute="auto" if recompute else (),
     )
     for half, name in enumerate(("search", "search-v")):
-        yield name, partial(searched, stages_per_rank=half + 1, progress=half_of(progress, half))
+        yield name, partial(searched, stages_per_rank=half + 1, progress=part_of(progress, half, 2))
 
 
 def _recomputed(build: Callable[[], Schedule]) -> Schedule:
