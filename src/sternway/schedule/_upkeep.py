@@ -49,11 +49,13 @@ def sharded(
         gathered,
         "pass 1 or more, or leave it out",
     )
-    rows = [
-        tuple(_with_upkeep(without_shards(steps), held, room))
-        for steps, room in zip(schedule.actions, rooms, strict=True)
-    ]
+    rows = (sharded_row(steps, held, room) for steps, room in zip(schedule.actions, rooms, strict=True))
     return replace(schedule, actions=tuple(rows))
+
+
+def sharded_row(steps: Sequence[Step], held: Collection[int], room: int) -> tuple[Step, ...]:
+    """Return the steps of a rank with the upkeep of these stages, of which there is room for so many at once."""
+    return tuple(_with_upkeep(without_shards(steps), set(held), room))
 
 
 def sharded_stages(schedule: Schedule) -> frozenset[int]:

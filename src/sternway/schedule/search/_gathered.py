@@ -20,21 +20,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Upkeep
+from sternway.schedule._action import Step, Upkeep
 from sternway.schedule._costs import EPSILON, Costs, Placement
 from sternway.schedule._memory import peak
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._simulate import simulate
 from sternway.schedule._timeline import Timeline
-from sternway.schedule._upkeep import sharded, without_shards
+from sternway.schedule._upkeep import sharded_row, without_shards
 from sternway.schedule.search._fuse import fuse
 from sternway.schedule.search._problem import Limit
 
 _STARTS = 2  # plans that are improved
-_BUDGET = 100_000  # actions that are timed meanwhile, for each of them
+_BUDGET = 20_000  # actions that are timed meanwhile, for each of them
 
 RankFits = Callable[[Schedule, int], bool]
 """Whether a rank of a plan holds no more than it may."""
+
+Rows = dict[tuple[int, tuple[Step, ...], tuple[int, ...]], tuple[Step, ...] | None]
+"""For a rank, its steps and the stages that are recomputed: the steps with upkeep; None if they do not fit."""
 
 
 def rest_of(costs: Costs, placement: Placement, limit: Limit, stages: Collection[int], most: int | None) -> list[Limit]:
@@ -48,7 +51,9 @@ def rest_of(costs: Costs, placement: Placement, limit: Limit, stages: Collection
     return list(found)
 
 
-def gathered_within(plan: Schedule, stages: Collection[int], gathered: int | None, fits: RankFits) -> Schedule | None:
+def gathered_within(
+    plan: Schedule, stages: Collection[int], gathered: int | None, fits: RankFits, known: Rows | None = None
+) -> Schedule | None:
     """Return the plan with upkeep, of which each rank keeps as many stages gathered as fit; None if not even one does.
 
     Args:
@@ -56,14 +61,28 @@ def gathered_within(plan: Schedule, stages: Collection[int], gathered: int | Non
         stages: those that are sharded.
         gathered: how many stages a rank keeps gathered; by default as many as fit.
         fits: whether a rank holds no more than it may.
+        known: what was found for the rows of other plans, if a rank's row alone decides that.
     """
-    most = max(len(set(own).intersection(stages)) for own in plan.placement)
-    counts: dict[int, int] = {}
-    for count in [gathered] if gathered is not None else range(most, 0, -1):
-        made = sharded(plan, stages=stages, gathered=count)
-        counts |= {rank: count for rank in range(plan.ranks) if rank not in counts and fits(made, rank)}
-        if len(counts) == plan.ranks:
-            return sharded(plan, stages=stages, gathered=[counts[rank] for rank in range(plan.ranks)])
+    rows: list[tuple[Step, ...]] = []
+    for rank, steps in enumerate(plan.actions):
+        key = rank, steps, plan.recompute
+        row = known[key] if known is not None and key in known else _row_within(plan, rank, stages, gathered, fits)
+        if known is not None:
+            known[key] = row
+        if row is None:
+            return None
+        rows.append(row)
+    return replace(plan, actions=tuple(rows))
+
+
+def _row_within(
+    plan: Schedule, rank: int, stages: Collection[int], gathered: int | None, fits: RankFits
+) -> tuple[Step, ...] | None:
+    own = len(set(plan.placement[rank]).intersection(stages))
+    for count in [gathered] if gathered is not None else range(max(1, own), 0, -1):
+        row = sharded_row(plan.actions[rank], stages, count)
+        if fits(replace(plan, actions=(*plan.actions[:rank], row, *plan.actions[rank + 1 :])), rank):
+            return row
     return None
 
 
@@ -78,7 +97,7 @@ def best_gathered(
     plans: Iterable[Schedule], costs: Costs, stages: Collection[int], gathered: int | None, limit: Limit
 ) -> Schedule | None:
     """Return the plan with the shortest step among others, with upkeep; None if none is within the limit."""
-    price = partial(_priced, costs=costs, stages=stages, gathered=gathered, fits=within_limit(costs, limit))
+    price = partial(_priced, costs=costs, stages=stages, gathered=gathered, fits=within_limit(costs, limit), known={})
     both = dict.fromkeys(each for plan in plans for each in (plan, fuse(plan, costs)))
     found = sorted(filter(None, map(price, both)), key=lambda each: each.time)
     better = [_improved(each, price) for each in found[:_STARTS]]
@@ -95,10 +114,10 @@ class _Priced:
 
 
 def _priced(
-    plan: Schedule, costs: Costs, stages: Collection[int], gathered: int | None, fits: RankFits
+    plan: Schedule, costs: Costs, stages: Collection[int], gathered: int | None, fits: RankFits, known: Rows
 ) -> _Priced | None:
     """Return a plan with its upkeep; None if it does not fit, or cannot run."""
-    made = gathered_within(plan, stages, gathered, fits)
+    made = gathered_within(plan, stages, gathered, fits, known)
     if made is None:
         return None
     try:
@@ -134,9 +153,19 @@ def _moves(priced: _Priced) -> Iterator[Schedule]:
         place = row.index(event.action)
         others = row[:place] + row[place + 1 :]
         for index in range(len(row)):
-            if index != place:
+            crossed = row[min(place, index) : max(place, index) + 1]
+            if index != place and not any(map(partial(_tied, event.action), crossed)):
                 moved = (*others[:index], event.action, *others[index:])
                 yield replace(priced.plan, actions=(*rows[: event.rank], moved, *rows[event.rank + 1 :]))
+
+
+def _tied(step: Step, other: Step) -> bool:
+    """Return whether two steps of a rank have an order: of one stage, of one kind or for one microbatch."""
+    return step is not other and any(
+        one.stage == two.stage and (one.op == two.op or one.microbatch == two.microbatch)
+        for one in step.actions
+        for two in other.actions
+    )
 
 
 def step_time(timeline: Timeline) -> tuple[float, float]:
