@@ -19,7 +19,7 @@ from compare import assert_same_grads
 from sternway import pipeline, schedule
 from sternway.errors import PipelineError, ScheduleError
 from sternway.pipeline import LocalTransport, Pipeline, Presplit
-from sternway.pipeline.build import _options
+from sternway.pipeline.build import _measure
 
 DIM = 8
 

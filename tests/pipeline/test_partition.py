@@ -19,7 +19,7 @@ from sternway import pipeline, schedule
 from sternway.demo import GPT
 from sternway.errors import PipelineError, ScheduleError
 from sternway.pipeline import LocalTransport, Pipeline
-from sternway.pipeline.build import _options
+from sternway.pipeline.build import _measure
 from sternway.pipeline.build._partition import balance, split_model
 
 

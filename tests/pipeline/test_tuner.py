@@ -21,7 +21,7 @@ from searches import at_once, searches_at_once
 from sternway import schedule
 from sternway.errors import PipelineError
 from sternway.pipeline import DistTransport, Pipeline, Profile, profile
-from sternway.pipeline.build import _options
+from sternway.pipeline.build import _measure
 from sternway.pipeline.build._partition import lay_out
 from sternway.pipeline.build._rehearse import Rehearsal
 from sternway.pipeline.forward._part import ModelPart
@@ -353,7 +353,7 @@ def copies(rank: int) -> None:
         return replace(found, W=tuple((rank // 2) * 10.0 * f for f in found.F), B=tuple(2 * f for f in found.F))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_options, "profile", other)
+        patch.setattr(_measure, "profile", other)
         pipe = Pipeline(
             model, schedule="auto", n_microbatches=4, loss_fn=F.mse_loss, sample=x[:1], sample_target=x[:1], mesh=mesh
         )

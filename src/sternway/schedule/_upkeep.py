@@ -58,12 +58,6 @@ def sharded_row(steps: Sequence[Step], held: Collection[int], room: int) -> tupl
     return tuple(_with_upkeep(without_shards(steps), set(held), room))
 
 
-def sharded_stages(schedule: Schedule) -> frozenset[int]:
-    """Return the stages that a schedule gathers."""
-    steps = (step for row in schedule.actions for step in row)
-    return frozenset(step.stage for step in steps if isinstance(step, Upkeep) and step.op == "UNSHARD")
-
-
 def without_shards(steps: Sequence[Step]) -> list[Step]:
     """Return the steps without what sharded stages need."""
     return [step for step in steps if not _is_of_shards(step)]

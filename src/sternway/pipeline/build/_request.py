@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sternway.pipeline.build._link import ShardLink
 from sternway.pipeline.build._rank_bytes import Shards
 from sternway.pipeline.build._shard_stage import ShardFn
 from sternway.pipeline.build._weights import Weights
@@ -36,3 +37,5 @@ class BuildRequest:
     shard: ShardFn | None = None
     shards: Shards | None = None  # what that makes of the parameters of stages
     tune: bool = True  # whether "auto" may change its plan later
+    gathered: int | None = None  # how many sharded stages a rank keeps gathered; if None, as many as fit
+    link: ShardLink | None = None  # what gathers and reduces them

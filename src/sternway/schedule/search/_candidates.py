@@ -6,7 +6,6 @@ from dataclasses import replace
 from sternway.errors import ScheduleError
 from sternway.schedule._costs import Costs
 from sternway.schedule._schedule import Schedule
-from sternway.schedule._upkeep import sharded_stages
 from sternway.schedule.named._make import make, names
 from sternway.schedule.search._fuse import fuse
 from sternway.schedule.search._gathered import RankFits, gathered_within, step_time, within_limit
@@ -45,7 +44,7 @@ def candidates(
             limit. The running plan always takes part.
         gathered: how many of its sharded stages a rank keeps gathered; by default as many as fit.
     """
-    held, most = sharded_stages(running), within_limit(costs, memory_limit)
+    held, most = running.gathered, within_limit(costs, memory_limit)
 
     def allowed(plan: Schedule, rank: int) -> bool:
         return most(plan, rank) and (fits is None or fits(plan, rank))
