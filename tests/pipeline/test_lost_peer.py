@@ -66,7 +66,7 @@ def _rank(rank: int, port: int, victim: int, where: str, shard: bool, reports: s
     try:
         for _ in range(4):  # a rank that has all it needs may end the second
             pipe.step(torch.randn(8, DIM), target=torch.randn(8, DIM))
-            except Exception as error:
+    except Exception as error:
         said.put((rank, type(error).__name__, str(error)))
     if rank == victim:
         time.sleep(LIMIT)
@@ -119,7 +119,8 @@ def test_connections_are_found_by_their_other_end() -> None:
         answers, _ = store.accept()
         made = _sockets.opened() - before
         port = store.getsockname()[1]
-        assert sorted(_sockets.ends(made, port)) == sorted(f"127.0.0.1 {each.getsockname()[1]}" for each in (ours, theirs))
+        addresses = [f"127.0.0.1 {each.getsockname()[1]}" for each in (ours, theirs)]
+        assert sorted(_sockets.ends(made, port)) == sorted(addresses)
         other = f"127.0.0.1 {theirs.getsockname()[1]}"
         found = _sockets.leading_to({other, "127.0.0.1 1"}, made)
         assert [descriptor for descriptor, _ in found] == [ours.fileno()]

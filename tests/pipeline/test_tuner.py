@@ -111,6 +111,18 @@ def test_no_plan_exceeds_the_limit() -> None:
     assert max(plan.simulate().peak_memory for plan in ran) <= 4.0
 
 
+def test_sharded_stages_are_priced_as_measured() -> None:
+    truth = Costs(F=(1.0,) * 4, I=(1.0,) * 4, W=(0.8,) * 4, comm=0.3, gather=(1.0,) * 4, reduce=(6.0,) * 4)
+    first = schedule.sharded(schedule.make("zb-v", ranks=2, microbatches=4))
+    tuner = tuner_of(first, Costs())
+    ran = run(tuner, truth, 90)
+    assert pytest.approx(truth.reduce) == tuner.costs.reduce
+    assert all(plan.gathered == frozenset(range(4)) for plan in ran)
+    best = candidates(first, truth, memory_limit=LIMIT, count=1)[0].simulate(truth)
+    assert tuner.schedule.simulate(truth).period <= best.period + 1e-9
+    assert best.period < first.simulate(truth).period
+
+
 def slowed(stage: int, ranks: int, by: float = 1.3, comm: float = 0.0) -> Costs:
     times = [by if index == stage else 1.0 for index in range(ranks)]
     return Costs(F=times, I=times, W=times, comm=comm)

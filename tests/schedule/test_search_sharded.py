@@ -232,3 +232,21 @@ def test_gathered_of_each_rank():
     for wrong in ([1], [1, 0], "12", [1, 2, 3]):
         with pytest.raises(ScheduleError, match="gathered must be a number of stages from 1 on, or one for each rank"):
             schedule.sharded(plan, gathered=wrong)
+
+
+def test_measured_steps_show_what_gathering_costs():
+    truth = Costs(F=(1.0,) * 4, gather=(1.0, 2.0, 3.0, 4.0), reduce=(2.0, 1.0, 1.0, 3.0), comm=0.25)
+    plan = schedule.sharded(schedule.make("zb-v", ranks=2, microbatches=4))
+    found = schedule.measured_costs(plan.simulate(truth), Costs(gather=0.5))
+    assert found.gather == pytest.approx(truth.gather), "one at a time on the link of a rank"
+    assert found.reduce == pytest.approx(truth.reduce)
+
+
+def test_what_no_rank_waited_for_changes_as_the_others_do():
+    truth = Costs(F=(1.0,) * 2, gather=(3.0, 0.0))
+    run = schedule.sharded(schedule.make("1f1b", ranks=2, microbatches=2)).simulate(truth)
+    planned = Costs(gather=(1.0, 2.0), reduce=(5.0, 7.0))
+    found = schedule.measured_costs(run, planned)
+    assert found.gather == pytest.approx((3.0, 6.0)), "three times as long as planned"
+    assert found.reduce == (5.0, 7.0), "nothing was seen"
+    assert schedule.measured_costs(run, Costs()).gather == pytest.approx((3.0, 3.0)), "nothing was planned"

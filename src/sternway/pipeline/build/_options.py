@@ -221,12 +221,17 @@ def _agreed_options(
         for starts, costs, room in zip(ways, costs_of, found, strict=True):
             per_rank = max(1, len(starts) // request.ranks)
             counted = _gathered_rooms(room, per_rank) if request.schedule == "auto" else [room]
-            options += [_option(request, starts, costs, each, per_rank) for each in counted]
+            options.append(min((_option(request, starts, costs, each, per_rank) for each in counted), key=_merit))
         return options
 
     if request.schedule != "auto" or not transport.mine:
         return find()
     return transport.crew().from_first(find)
+
+
+def _merit(option: PlanOption) -> tuple[bool, tuple[float, float]]:
+    """What is best of one way to cut: that it fits, then that it is fast."""
+    return option.room is not None and not option.room.fits(option.schedule), option.cost()
 
 
 def _gathered_rooms(room: Room | None, per_rank: int) -> list[Room | None]:
