@@ -44,7 +44,7 @@ def option(memory: int | None, monkeypatch: pytest.MonkeyPatch, **others: Any) -
     torch.manual_seed(0)
     x = torch.zeros(2, 16, DIM)
     request = BuildRequest(
-        gpt(DIM, 4), "auto", 2, MICROBATCHES, cuts=["1", "2", "3"], loss_fn=F.mse_loss, sample=x, sample_target=x,
+        gpt(DIM, 4), "auto", 2, 2, cuts=["1", "2", "3"], loss_fn=F.mse_loss, sample=x, sample_target=x,
         everyone=[0], memory=memory, shard=lambda stage: None, shards=None if memory is None else Shards(2),
         link=FixedLink(None),
     )  # fmt: skip
