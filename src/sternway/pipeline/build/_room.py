@@ -18,12 +18,12 @@ from sternway._torch.memory import without_memory
 from sternway._tree import replace_leaves
 from sternway.errors import PipelineError, ScheduleError
 from sternway.pipeline.build._partition import Layout, arguments_of
-from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, RankBytes, Shards, rank_bytes
+from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, RankBytes, Shards, bytes_of_rank, rank_bytes
 from sternway.pipeline.build._shadow import blank, own_or_total, recompute_blocks, shadow
 from sternway.pipeline.build._weigh import StageWeight, weigh
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn
-from sternway.schedule import Costs, Schedule, fuse, make, names
+from sternway.schedule import Costs, Schedule, fuse, make, names, sharded
 
 _OPTIMIZER = OPTIMIZERS["adamw"]
 
@@ -46,11 +46,21 @@ class Room:
 
     def ranks(self, plan: Schedule) -> tuple[RankBytes, ...]:
         """What each rank holds under a plan when it holds most."""
-        chosen = [
+        return rank_bytes(plan, self._chosen(plan), _OPTIMIZER, self.shards)
+
+    def _chosen(self, plan: Schedule) -> list[StageWeight]:
+        return [
             self.again[stage] if self.again is not None and stage in plan.recompute else weight
             for stage, weight in enumerate(self.weights)
         ]
-        return rank_bytes(plan, chosen, _OPTIMIZER, self.shards)
+
+    def rank_fits(self, plan: Schedule, rank: int) -> bool:
+        """Whether one rank holds no more than it has."""
+        return bytes_of_rank(plan, rank, self._chosen(plan), _OPTIMIZER, self.shards).total <= self.limit
+
+    def upkept(self, plan: Schedule) -> Schedule:
+        """A plan with the upkeep that is counted."""
+        return plan if self.shards is None else sharded(plan, gathered=self.shards.gathered)
 
     def peak(self, plan: Schedule) -> int:
         """The most bytes on any rank."""
@@ -106,7 +116,7 @@ class Room:
         fitting = [plan for plan in plans if self.fits(plan)]
         if not fitting:
             return min(plans, key=self.peak), limits
-        best = min((fuse(plan, costs) for plan in fitting), key=lambda plan: cost_of(plan, costs))
+        best = min((fuse(plan, costs) for plan in fitting), key=lambda plan: cost_of(self.upkept(plan), costs))
         peaks = best.simulate(costs).peaks
         return best, [max(both) for both in zip(limits, peaks, strict=True)]
 
