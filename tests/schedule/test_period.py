@@ -12,8 +12,8 @@ UNEVEN = Costs(F=1.0, I=1.5, W=0.7, comm=0.4)
 
 def many_steps(plan: schedule.Schedule, costs: Costs, count: int) -> float:
     """How much longer ``count`` steps in a row take than half of them, for one step: by brute force."""
-    per_stage = costs.per_stage(plan.placement)
-    last = plan.num_stages - 1
+    per_stage = costs.per_stage(plan.placement, copies=plan.copies)
+    depth = plan.num_stages // plan.copies
     ends: dict[tuple[int, str, int, int], float] = {}
     free = [0.0] * plan.ranks
     marks = []
@@ -27,9 +27,11 @@ def many_steps(plan: schedule.Schedule, costs: Costs, count: int) -> float:
                     for action in queue[0].actions:
                         stage, i = action.stage, action.microbatch
                         needed = {
-                            "F": [(number, "F", stage - 1, i)] if stage else [],
+                            "F": [(number, "F", stage - 1, i)] if stage % depth else [],
                             "W": [(number, "I", stage, i)],
-                        }.get(action.op, [(number, "F", stage, i)] if stage == last else [(number, "I", stage + 1, i)])
+                        }.get(
+                            action.op, [(number, "I", stage + 1, i) if (stage + 1) % depth else (number, "F", stage, i)]
+                        )
                         for key in needed:
                             ready &= key in ends
                             away = plan.rank_of(key[2]) != rank
@@ -49,7 +51,7 @@ def many_steps(plan: schedule.Schedule, costs: Costs, count: int) -> float:
 
 
 @pytest.mark.parametrize("costs", [Costs(), UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("name", schedule.names())
+@pytest.mark.parametrize("name", schedule.names() + schedule.names(copies=2))
 def test_as_many_steps_in_a_row(name: str, costs: Costs) -> None:
     plan = schedule.make(name, ranks=4, microbatches=8)
     timeline = plan.simulate(costs)

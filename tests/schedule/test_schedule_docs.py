@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
 MEASURED = Costs(F=18.522, I=18.086, W=9.337, comm=0.601, memory_after_I=0.3664)
 
 
-@pytest.mark.parametrize("name", schedule.names())
+@pytest.mark.parametrize("name", schedule.names() + schedule.names(copies=2))
 def test_its_table_of_numbers(name):
     s = schedule.make(name, ranks=8, microbatches=24)
     equal, measured = s.simulate(), s.simulate(MEASURED)

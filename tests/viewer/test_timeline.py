@@ -256,3 +256,55 @@ def test_many_actions_stay_few_boxes(browser: Browser, tmp_path: Path) -> None:
         browser.press("w")
     browser.settle()
     assert browser.run("document.querySelectorAll('text.label').length") > 0
+
+
+def test_what_links_carry_is_in_rows_of_its_own(browser: Browser, tmp_path: Path) -> None:
+    costs = Costs(gather=1.5, reduce=1.0, offload=0.6)
+    plain = schedule.make("zb-v", ranks=2, microbatches=4)
+    moved = schedule.sharded(schedule.offloaded(plain, costs, memory_limit=1.5))
+    timeline = moved.simulate(costs)
+    carried = [
+        event
+        for events in timeline.events
+        for event in events
+        if isinstance(event.action, schedule.Upkeep) and event.end > event.start
+    ]
+    assert {event.action.op for event in carried} == {"UNSHARD", "REDUCE_GRAD", "OFFLOAD", "RELOAD"}
+    browser.size(1400)
+    browser.open(timeline.to_html(tmp_path / "links.html"))
+    rows = browser.run(f"{VIEW}.runs[0].rows.map(r => [r.rank, r.link, r.events.map(e => e.label)])")
+    found = sorted(label for _, link, labels in rows if link for label in labels)
+    assert found == sorted(str(event.action) for event in carried)
+    assert [link for rank, link, _ in rows if rank == 0] == ["", "link", "out", "back"]
+    legend = browser.run("document.querySelector('.legend').textContent")
+    for words in ("UNSHARD gathers parameters", "OFFLOAD moves away activations", "RELOAD brings back activations"):
+        assert words in legend
+    shown = browser.run("[...document.querySelectorAll('text.label')].map(t => t.textContent)")
+    assert {"0U", "3U", "0R", "1"} <= set(shown)
+    browser.run(f"{VIEW}.show(0, 3)")
+    browser.settle()
+    assert "0UNSHARD" in browser.run("[...document.querySelectorAll('text.label')].map(t => t.textContent)")
+    browser.press("0")
+    browser.settle()
+    names = browser.run("[...document.querySelectorAll('text.link')].map(t => t.textContent)")
+    assert names[:3] == ["link", "out", "back"]
+    shares = browser.run("[...document.querySelectorAll('svg.lanes text.end title')].map(t => t.textContent)")
+    for rank, share in enumerate(shares):  # of the computation alone
+        spent = timeline.busy[rank] / (timeline.busy[rank] + _waited(timeline, rank))
+        assert share.startswith(f"rank {rank} works {spent:.1%}")
+    spot = place(browser, "0UNSHARD")
+    browser.drag(spot, spot)
+    text = panel(browser)
+    assert text.startswith("0UNSHARD")
+    assert "gathers parameters of stage 0" in text
+    assert "beside its computation (link)" in text
+    browser.press("ArrowUp")
+    assert "beside its computation" not in panel(browser)
+    assert browser.overflow() <= 0
+    assert browser.barriers() == []
+
+
+def _waited(timeline: schedule.Timeline, rank: int) -> float:
+    """What a rank is idle from its first action to its last."""
+    own = [event for event in timeline.events[rank] if not isinstance(event.action, schedule.Upkeep)]
+    return sum(after.start - before.end for before, after in pairwise(own))

@@ -8,13 +8,17 @@ No other room touches a private name of torch; ``tests/test_seam.py`` holds that
     hooks         hooks on tensors and nodes
     failures      errors of a failed backward
     nodes         the tensors that nodes save
+    functions     custom autograd.Functions, and how the engine calls their backward
     operands      node kinds that compute a weight's gradient, and what they save
+    products      node kinds of other products, and of lookups
     saved_hooks   the stack of saved-tensor hooks, checkpoints' frames
-    compile       AOTAutograd, Inductor
+    compile       AOTAutograd
+    inductor      Inductor
     async_tensors results of collectives under way, in compiled code
     tracing       Dynamo and functionalization, for what runs inside compiled code
     distributed   process groups, stores
     modes         function modes, tensors without memory
+    memory        the bytes that operations would take
     sharded       FSDP modules that a schedule gathers, reduces and frees
     captures      CUDA graphs with calls of Python between them
     cuda_graphs   what of a module the replay of a graph would not run

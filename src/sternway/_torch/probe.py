@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Literal, get_args
 
 import torch
@@ -37,28 +38,6 @@ Feature = Literal[
     "pipeline.sharded",
 ]
 """What a user loses where a probe fails."""
-
-_AREAS = (
-    "tensors",
-    "amp",
-    "autograd",
-    "hooks",
-    "failures",
-    "nodes",
-    "operands",
-    "products",
-    "functions",
-    "saved_hooks",
-    "compile",
-    "tracing",
-    "distributed",
-    "parallel",
-    "modes",
-    "memory",
-    "sharded",
-    "captures",
-    "cuda_graphs",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +108,9 @@ def probe(
 
 
 def all_probes() -> tuple[Probe, ...]:
-    """Every probe of every area, in the order of the areas."""
-    for area in _AREAS:
-        import_module(f"sternway._torch.{area}")
+    """Every probe of every module of this folder."""
+    for module in sorted(Path(__file__).parent.glob("*.py")):
+        import_module(f"sternway._torch.{module.stem}".removesuffix(".__init__"))
     return tuple(_PROBES)
 
 

@@ -25,7 +25,7 @@ from sternway.errors import ScheduleError, SternwayError, ViewerError
 from sternway.schedule import Comparison, Costs, Schedule, Timeline
 from sternway.schedule.formats import write_timeline
 
-_FIELDS = ("F", "I", "W", "B", "comm")
+_FIELDS = ("F", "I", "W", "B", "comm", "overlap")
 
 
 def plan(
@@ -35,7 +35,8 @@ def plan(
         str,
         typer.Option(
             help="Times of one microbatch through one rank's share, as F=1,I=1,W=1,comm=0. "
-            "B, a whole backward, is I + W unless given. Unequal stages: one number for each, as F=1:1:1.4."
+            "B, a whole backward, is I + W unless given; overlap=0.8 says that an overlapped F and B take 0.8 (F + B). "
+            "Unequal stages: one number for each, as F=1:1:1.4."
         ),
     ] = "",
     memory: Annotated[

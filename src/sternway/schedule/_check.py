@@ -1,7 +1,8 @@
 """Can every rank run this schedule to its end? Seven rules; an error says which one is broken, and where.
 
     placed      every action is of a stage that its rank holds, and of a microbatch that exists
-    complete    every stage runs every microbatch's F once, and once either B or both I and W
+    complete    every stage runs every microbatch's F once, and once either B or both I and W; of several copies of the
+                model, every one does so with its own microbatches
     ordered     on its rank, F comes before I or B, and I before W
     moved       what is offloaded comes back: F, OFFLOAD, RELOAD and the backward of a microbatch, in this order
     gathered    a stage with upkeep is gathered when it computes, reduced once after its last backward, and freed
@@ -75,7 +76,7 @@ def check(schedule: Schedule, *, memory_limit: float | None = None, costs: Costs
 def _check_steps(schedule: Schedule) -> Places:
     """Check that actions are placed and ordered, and that none runs twice; return where they are."""
     m, n = schedule.n_microbatches, schedule.num_stages
-    holder = schedule.stage_ranks()
+    holder, alone = schedule.stage_ranks(), schedule.copies == 1
     at: Places = {op: [-1] * (n * m) for op in OPS}
     # What an action waits for on its own stage: all that it waits for in a pipeline of one stage.
     own: dict[Op, Op] = {op: OPS[need] for op in OPS for need in needs(1)[KIND[op]]}
@@ -84,7 +85,7 @@ def _check_steps(schedule: Schedule) -> Places:
         for index, step in enumerate(steps):
             for action in step.actions:
                 stage, op, i = action.stage, action.op, action.microbatch
-                if stage >= n or i >= m or holder[stage] != rank:
+                if stage >= n or i >= m or holder[stage] != rank or not (alone or schedule.runs(stage, i)):
                     _raise_misplaced(schedule, rank, index, action)
                 key, places = stage * m + i, at[op]
                 if places[key] >= 0:
@@ -114,6 +115,8 @@ def _check_complete(schedule: Schedule, at: Places) -> None:
         if f >= 0 and (b >= 0 or (b_input >= 0 and w >= 0)):
             continue
         stage, i = divmod(key, m)
+        if not schedule.runs(stage, i):
+            continue
         if f < 0:
             missing, known = Action(stage, "F", i), ""
         elif b_input >= 0:
@@ -139,6 +142,12 @@ def _raise_misplaced(schedule: Schedule, rank: int, step: int, action: Action) -
     if action.stage >= schedule.num_stages:
         raise ScheduleError(
             f"a stage must be 0 to {schedule.num_stages - 1}", got=where, fix="remove it, or place the stage"
+        )
+    if not schedule.runs(action.stage, action.microbatch):
+        raise ScheduleError(
+            f"each of {schedule.copies} copies of the model must run its own microbatches",
+            got=where,
+            fix="remove it; the first copy has the first stages and the first microbatches",
         )
     raise ScheduleError(
         "a rank must run only stages that it holds",
@@ -169,7 +178,7 @@ def _raise_too_early(schedule: Schedule, rank: int, step: int, action: Action, n
 
 def _raise_circle(schedule: Schedule, reached: list[int]) -> NoReturn:
     """Follow who waits for whom from a rank that is stuck until a rank comes up again, and describe that circle."""
-    holder, sources, m = schedule.stage_ranks(), needs(schedule.num_stages), schedule.n_microbatches
+    holder, sources, m = schedule.stage_ranks(), needs(schedule.num_stages, schedule.copies), schedule.n_microbatches
     step_of = {
         step_number(part) * m + part.microbatch: index
         for steps in schedule.actions

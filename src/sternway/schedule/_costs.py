@@ -1,8 +1,8 @@
 """How long each action takes and how much memory it keeps.
 
 A cost is for ONE microbatch through ONE rank's whole share of the model, so that schedules with one stage per rank and
-with several compare on the same work: each of a rank's v stages costs 1/v. For unequal stages, pass one number for each
-stage; those are used unchanged.
+with several compare on the same work: each of a rank's v stages costs 1/v; with c copies of the model c/v, since a
+microbatch goes through one of them. For unequal stages, pass one number for each stage; those are used unchanged.
 
 Memory is in units of what one microbatch's forward keeps on one rank. For each of a rank's v stages,
 
@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from sternway._bytes import parse_bytes, show_bytes
 from sternway.errors import ScheduleError
+from sternway.schedule._action import Step
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -31,6 +32,7 @@ _PER_STAGE = (
     "gather",
     "reduce",
     "offload",
+    "overlap",
     "memory_after_F",
     "memory_after_I",
     "memory_input",
@@ -61,6 +63,17 @@ class StageCosts:
     reduce: tuple[float, ...] = ()
     gathered: tuple[float, ...] = ()
     offload: tuple[float, ...] = ()
+    overlap: tuple[float, ...] = ()
+
+    def time(self, step: Step) -> float:
+        """Return how long a rank computes at a step."""
+        if len(step.actions) == 1:
+            return self.of(step.actions[0].op, step.actions[0].stage)
+        return self.pace(step) * sum(self.of(action.op, action.stage) for action in step.actions)
+
+    def pace(self, step: Step) -> float:
+        """Return what the times of a step's actions are multiplied by: 1, unless they are overlapped."""
+        return self.overlap[step.actions[0].stage] if len(step.actions) > 1 else 1.0
 
     def of(self, op: str, stage: int) -> float:
         """Return the time that ``op`` of ``stage`` takes."""
@@ -83,13 +96,18 @@ class StageCosts:
         )
 
     def joined(self) -> "StageCosts":
-        """Return costs in which I and W together take no longer than B."""
-        i, w = [], []
-        for apart_i, apart_w, b in zip(self.I, self.W, self.B, strict=True):
-            gains = b < apart_i + apart_w
-            i.append(min(apart_i, b) if gains else apart_i)
-            w.append(b - i[-1] if gains else apart_w)
-        return replace(self, I=tuple(i), W=tuple(w))
+        """Return costs in which I and W together take no longer than B, and no action longer than if overlapped.
+
+        An overlapped pair takes as long as its two actions one after the other then do, or longer.
+        """
+        apart: tuple[list[float], list[float]] = [], []
+        for i, w, b in zip(self.I, self.W, self.B, strict=True):
+            gains = b < i + w
+            apart[0].append(min(i, b) if gains else i)
+            apart[1].append(b - apart[0][-1] if gains else w)
+        least = min(1.0, *self.overlap)
+        times = [tuple(least * time for time in each) for each in (self.F, *apart, self.B)]
+        return replace(self, F=times[0], I=times[1], W=times[2], B=times[3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +134,8 @@ class Costs:
         reduce: time to reduce the gradients of sharded parameters; one number, or one for each stage.
         offload: time to move what F of a microbatch keeps on a rank to the host, or back; one number, or one for each
             stage. Beside computation, one at a time in each direction.
+        overlap: what an overlapped F and B take together, as a share of F + B: below 1 where each hides messages inside
+            the other, such as those of experts. One number, or one for each stage, that of the F.
         memory_gathered: what a rank's gathered parameters take, in what one microbatch's forward keeps.
         memory_after_F: what F keeps, in units of memory; pass one number for each stage if stages are not equal.
         memory_input: what F of a recomputed stage keeps, in units; one number, or one for each stage.
@@ -141,6 +161,7 @@ class Costs:
     memory_input: float | Sequence[float] = 0.0
     memory_again: float | Sequence[float] | None = None
     offload: float | Sequence[float] = 0.0
+    overlap: float | Sequence[float] = 1.0
 
     def __post_init__(self) -> None:
         lengths: dict[str, int] = {}
@@ -208,8 +229,10 @@ class Costs:
         )
         return max(f, i)
 
-    def per_stage(self, placement: Placement, recompute: Collection[int] = ()) -> StageCosts:
+    def per_stage(self, placement: Placement, recompute: Collection[int] = (), copies: int = 1) -> StageCosts:
         """Return one number for each stage of ``placement``, of which those in ``recompute`` are recomputed.
+
+        If the ranks hold several copies of the model, a microbatch goes through the stages of one of them.
 
         Example:
             >>> Costs(memory_input=0.25).per_stage(((0,), (1,)), recompute=[0]).B
@@ -219,12 +242,12 @@ class Costs:
             ScheduleError: a sequence of costs is not as long as there are stages.
         """
         held = {stage: len(stages) for stages in placement for stage in stages}
-        shares = [1.0 / held[stage] for stage in range(len(held))]
+        shares = [copies / held[stage] for stage in range(len(held))]
 
         def resolve(name: str) -> tuple[float, ...]:
             value = getattr(self, name)
             if not isinstance(value, Sequence):
-                return tuple(value * share for share in shares)
+                return tuple(value if name == "overlap" else value * share for share in shares)
             if len(value) != len(shares):
                 raise ScheduleError(
                     f"per-stage costs must have one number for each of the {len(shares)} stages",
@@ -247,6 +270,7 @@ class Costs:
             reduce=resolve("reduce"),
             gathered=resolve("memory_gathered"),
             offload=resolve("offload"),
+            overlap=resolve("overlap"),
         )
         if not recompute:
             return plain

@@ -6,6 +6,7 @@ For one microbatch, on stage s:
     I or B of s    waits for I or B of s + 1, and F of s   the gradient, and what the forward saved
     W of s         waits for I of s
 
+Where the model is there in several copies, each is a chain of stages of its own, and s is counted from its first one.
 A result is there at once on the rank that computed it, and ``comm`` later on any other rank.
 
 This is the only place where the rule is written. ``check``, ``simulate``, the search and the CSV writer all read the
@@ -29,7 +30,7 @@ def step_number(action: Action) -> int:
 
 
 @lru_cache(maxsize=16)
-def needs(num_stages: int) -> tuple[tuple[int, ...], ...]:
+def needs(num_stages: int, copies: int = 1) -> tuple[tuple[int, ...], ...]:
     """Return, for each step, the steps of the same microbatch that it waits for.
 
     The first of them is the last to finish: where the gradient of a stage has arrived, its forward has run.
@@ -39,16 +40,17 @@ def needs(num_stages: int) -> tuple[tuple[int, ...], ...]:
         ((), (4, 0), (1,), (0,), (3,), (4,))
     """
     table: list[tuple[int, ...]] = []
+    chain = 3 * num_stages // copies
     for forward in range(0, 3 * num_stages, 3):
-        backward, last = forward + 1, forward + 3 == 3 * num_stages
-        table.append((forward - 3,) if forward else ())
+        backward, last = forward + 1, (forward + 3) % chain == 0
+        table.append((forward - 3,) if forward % chain else ())
         table.append((forward,) if last else (backward + 3, forward))
         table.append((backward,))
     return tuple(table)
 
 
 @lru_cache(maxsize=16)
-def feeds(num_stages: int) -> tuple[tuple[int, ...], ...]:
+def feeds(num_stages: int, copies: int = 1) -> tuple[tuple[int, ...], ...]:
     """Return, for each step, the steps that can run once it has: those whose first need it is.
 
     Example:
@@ -56,7 +58,7 @@ def feeds(num_stages: int) -> tuple[tuple[int, ...], ...]:
         ((3,), (2,), (), (4,), (1, 5), ())
     """
     table: list[list[int]] = [[] for _ in range(3 * num_stages)]
-    for step, sources in enumerate(needs(num_stages)):
+    for step, sources in enumerate(needs(num_stages, copies)):
         if sources:
             table[sources[0]].append(step)
     return tuple(map(tuple, table))
@@ -73,7 +75,7 @@ def run(schedule: Schedule) -> Iterator[tuple[int, list[int], list[int]]]:
         ScheduleError: an action is of a stage or a microbatch that the schedule does not have.
     """
     rows, n, m = schedule.actions, schedule.num_stages, schedule.n_microbatches
-    sources = needs(n)
+    sources = needs(n, schedule.copies)
     done = bytearray(3 * n * m)
     waiting: dict[int, int] = {}
     reached = [0] * len(rows)

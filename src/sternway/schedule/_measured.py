@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action
+from sternway.schedule._action import Action, Overlap
 from sternway.schedule._costs import Costs, StageCosts
 from sternway.schedule._depends import KIND
 from sternway.schedule._timeline import Timeline
@@ -44,13 +44,15 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
     schedule = runs[0].schedule
     ScheduleError.unless(
         all(
-            (run.schedule.placement, run.schedule.recompute) == (schedule.placement, schedule.recompute) for run in runs
+            (run.schedule.placement, run.schedule.recompute, run.schedule.copies)
+            == (schedule.placement, schedule.recompute, schedule.copies)
+            for run in runs
         ),
         "the stages of all timelines must be in the same places, and the same of them recomputed",
         [run.schedule.name for run in runs],
         "pass those of one pipeline",
     )
-    expected = planned.per_stage(schedule.placement)
+    expected = planned.per_stage(schedule.placement, copies=schedule.copies)
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     for event in (event for run in runs for rank in run.events for event in rank):
         if isinstance(event.action, Action):
@@ -64,14 +66,32 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
             if (op, stage) in seen:
                 seen[op, stage] = max(0.0, seen[op, stage] - seen["F", stage])
     i, w, b = zip(*(_backward(seen, stage, expected) for stage in range(schedule.num_stages)), strict=True)
+    f = tuple(seen["F", stage] for stage in range(schedule.num_stages))
     return replace(
         planned,
-        F=[seen["F", stage] for stage in range(schedule.num_stages)],
+        F=f,
         I=i,
         W=w,
         B=b if planned.B is not None or any(op == "B" for op, _ in seen) else None,
         comm=_comm(runs, planned.comm),
+        overlap=_overlap(runs, f, b, expected.overlap),
     )
+
+
+def _overlap(
+    runs: list[Timeline], f: Sequence[float], b: Sequence[float], planned: tuple[float, ...]
+) -> float | tuple[float, ...]:
+    """For the F of each stage, how long it and a B took overlapped, as a share of both alone; else as planned."""
+    shares: dict[int, list[float]] = defaultdict(list)
+    for run in runs:
+        for event in (event for events in run.events for event in events):
+            if isinstance(pair := event.action, Overlap):
+                back = pair.backward.stage
+                alone = f[pair.forward.stage] + b[back] + (f[back] if run.schedule.runs_again(pair) else 0.0)
+                if alone:
+                    shares[pair.forward.stage].append((event.end - event.start) / alone)
+    found = tuple(statistics.median(shares[stage]) if stage in shares else one for stage, one in enumerate(planned))
+    return found[0] if len(set(found)) == 1 else found
 
 
 def _backward(seen: dict[tuple[str, int], float], stage: int, expected: StageCosts) -> tuple[float, float, float]:

@@ -28,7 +28,7 @@ def memory_steps(schedule: "Schedule", rank: int, costs: Costs) -> Iterator[tupl
         >>> list(memory_steps(s, 0, Costs(memory_after_I=0.5)))
         [(1.0, 1.0), (1.0, 0.5), (0.5, 0.0)]
     """
-    each = costs.per_stage(schedule.placement, schedule.recompute)
+    each = costs.per_stage(schedule.placement, schedule.recompute, schedule.copies)
     for during, after in kept_steps(schedule, rank, each.keeps, each.keeps_after_i, each.gathered, each.works):
         yield round(during, _DIGITS), round(after, _DIGITS)
 

@@ -22,7 +22,7 @@ _MOST = 64  # steps to look for the pattern; then the average of the second half
 
 def period_of(schedule: Schedule, costs: Costs) -> float:
     """The time of a step among many, for a schedule that runs to its end."""
-    steps = _steps(schedule, costs.per_stage(schedule.placement, schedule.recompute))
+    steps = _steps(schedule, costs.per_stage(schedule.placement, schedule.recompute, schedule.copies))
     ends = [[0.0] * schedule.ranks]
     for number in range(1, _MOST + 1):
         ends.append(_after(ends[-1], steps, costs.comm))
@@ -51,7 +51,7 @@ def _steps(schedule: Schedule, costs: StageCosts) -> list[_Timed]:
 def _length(step: Step, costs: StageCosts) -> float:
     if isinstance(step, Upkeep):
         return upkeep_time(step, costs)
-    return sum(costs.of(action.op, action.stage) for action in step.actions)
+    return costs.time(step)
 
 
 def _after(free: list[float], steps: list[_Timed], comm: float) -> list[float]:

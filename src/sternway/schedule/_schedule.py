@@ -41,10 +41,13 @@ class Schedule:
         placement: for each rank, the stages that it holds.
         actions: for each rank, its actions in order; for sharded stages, also their upkeep (see ``sharded``).
         recompute: the stages that keep their inputs alone, and run their forward again at the start of I or B.
+        copies: how often the model is held. With 2, stages 0 to n/2 - 1 are one copy and run the first half of the
+            microbatches; stages n/2 to n - 1 are the same layers again, and run the second half.
 
     Raises:
         ScheduleError: the placement does not hold every stage exactly once, or has another number of ranks than the
-            actions, or ``recompute`` has something that is no stage. The actions are checked by ``check`` only.
+            actions, or ``recompute`` has something that is no stage, or the copies cannot share stages and microbatches
+            equally. The actions are checked by ``check`` only.
     """
 
     name: str
@@ -52,6 +55,7 @@ class Schedule:
     placement: Placement
     actions: tuple[tuple[Action | Overlap | Upkeep, ...], ...]
     recompute: tuple[int, ...] = ()
+    copies: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "placement", tuple(tuple(stages) for stages in self.placement))
@@ -75,6 +79,13 @@ class Schedule:
                 fix="give each stage to one rank, without gaps",
             )
         object.__setattr__(self, "recompute", checked_stages("recompute", self.recompute, len(held)))
+        copies = self.copies
+        if type(copies) is not int or copies < 1 or len(held) % copies or self.n_microbatches % copies:
+            raise ScheduleError(
+                "copies must be a number from 1 on that divides both stages and microbatches",
+                got=f"{copies!r} for {len(held)} stages and {self.n_microbatches} microbatches",
+                fix="leave it out, or pass 2 with an even number of both",
+            )
 
     def __repr__(self) -> str:
         from sternway.schedule.formats import describe_size
@@ -115,6 +126,10 @@ class Schedule:
         raise ScheduleError(
             f"stage must be 0 to {self.num_stages - 1}", got=str(stage), fix="pass a stage that the schedule has"
         )
+
+    def runs(self, stage: int, microbatch: int) -> bool:
+        """Return whether a stage runs a microbatch: every one, or those of its copy of the model."""
+        return stage * self.copies // self.num_stages == microbatch * self.copies // self.n_microbatches
 
     def moved(self, rank: int) -> frozenset[tuple[int, int]]:
         """Return (stage, microbatch) of what a rank offloads."""

@@ -1,15 +1,15 @@
 """When does every action run? An exact simulation, in time proportional to the number of actions.
 
 Each rank runs its actions in order, each as soon as the rank is free and what it waits for has arrived (``_depends``).
-An overlapped pair waits for what both of its actions need, takes the time of both, and ends both at once. Sends do not
-block, and neither does the upkeep of sharded stages: each rank has a link that gathers or reduces one stage at a time,
-and only what computes on a stage waits for its gathering. Two more links move microbatches to the host and back; what
-computes after an OFFLOAD waits for it, and a backward for its RELOAD. So any order in which the actions can run gives
-the same times, and one pass over such an order finds them.
+An overlapped pair waits for what both of its actions need, takes their time together (``Costs.overlap``), and ends both
+at once. Sends do not block, and neither does the upkeep of sharded stages: each rank has a link that gathers or reduces
+one stage at a time, and only what computes on a stage waits for its gathering. Two more links move microbatches to the
+host and back; what computes after an OFFLOAD waits for it, and a backward for its RELOAD. So any order in which the
+actions can run gives the same times, and one pass over such an order finds them.
 """
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import OPS, Action, Upkeep
+from sternway.schedule._action import Action, Upkeep
 from sternway.schedule._costs import Costs, StageCosts
 from sternway.schedule._depends import run
 from sternway.schedule._schedule import Schedule
@@ -39,7 +39,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:  # noqa: B
         isinstance(schedule, Schedule), "simulate needs a Schedule", schedule, 'pass schedule.make("1f1b", ...)'
     )
     ScheduleError.unless(isinstance(costs, Costs), "costs must be a Costs", costs, "pass schedule.Costs(F=1, I=1, W=1)")
-    per_stage = costs.per_stage(schedule.placement, schedule.recompute)
+    per_stage = costs.per_stage(schedule.placement, schedule.recompute, schedule.copies)
     events, causes = _run(schedule, per_stage)
     for rank, (steps, timed) in enumerate(zip(schedule.actions, events, strict=True)):
         if len(timed) < len(steps):
@@ -54,7 +54,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:  # noqa: B
 
 def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list[list[Event | None]]]:
     """Return each rank's events, and for each of them the event that it waited for last, if any."""
-    comm, times = costs.comm, {op: getattr(costs, op) for op in OPS}
+    comm = costs.comm
     nothing = Event(0, 0, Action(0, "F", 0), 0.0, 0.0)
     makers = [nothing] * (3 * schedule.num_stages * schedule.n_microbatches)
     events: list[list[Event]] = [[] for _ in schedule.actions]
@@ -67,7 +67,7 @@ def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list
         mine = events[rank]
         step = schedule.actions[rank][len(mine)]
         cause = free[rank]
-        start, length = cause.end if cause else 0.0, 0.0
+        start = cause.end if cause else 0.0
         if isinstance(step, Upkeep):
             if step.op == "OFFLOAD":  # it has been on its way since the end of F
                 cause = makers[3 * step.stage * schedule.n_microbatches + (step.microbatch or 0)]
@@ -93,11 +93,10 @@ def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list
             if arrival > start:
                 start, cause = arrival, maker
         for action in step.actions:
-            length += times[action.op][action.stage]
             for ready in (gathered.get(action.stage), back.get((action.stage, action.microbatch))):
                 if ready is not None and ready.end > start:
                     start, cause = ready.end, ready
-        event = Event(rank, len(mine), step, start, start + length)
+        event = Event(rank, len(mine), step, start, start + costs.time(step))
         mine.append(event)
         causes[rank].append(cause)
         free[rank] = event
@@ -137,6 +136,6 @@ def _bottlenecks(path: tuple[Event, ...], costs: StageCosts) -> tuple[Bottleneck
             times[what] = times.get(what, 0.0) + event.end - event.start
         for action in event.action.actions:
             what = f"{action.op} of stage {action.stage}"
-            times[what] = times.get(what, 0.0) + costs.of(action.op, action.stage)
+            times[what] = times.get(what, 0.0) + costs.of(action.op, action.stage) * costs.pace(event.action)
     ordered = sorted(times.items(), key=lambda item: (-item[1], item[0]))
     return tuple(Bottleneck(what, time, time / clock) for what, time in ordered if time > 0)

@@ -10,9 +10,8 @@ engine goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from math import prod
 from typing import Any
 
 import torch
@@ -20,21 +19,22 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.overrides import handle_torch_function, has_torch_function
 
-from sternway._torch import autograd
 from sternway._torch.failures import failure_of
 from sternway._torch.functions import calling_instead
 from sternway._torch.saved_hooks import recomputation, sharing
 from sternway._torch.tensors import ORDINARY
-from sternway._tree import children, leaves, replace_leaves
+from sternway._tree import replace_leaves
 from sternway.errors import SplitError
 from sternway.split._deferred import Deferred
-from sternway.split._part import Edge
+from sternway.split._part import Edge, Node, Part
 from sternway.split._pending import Pending
+from sternway.split._places import describe, edge_of, edges_of, roots_of
+from sternway.split._plan import SplitPlan
 from sternway.split._planner import make_plan
 from sternway.split._unseen import UNSEEN
 from sternway.split._unsupported import a_second_time, refuse_resharded, spend
 from sternway.split.compiled._offer import Offer, making
-from sternway.split.eager._catch import catching, stopping, without_hooks
+from sternway.split.eager._catch import Ran, catching, stopping, without_hooks
 from sternway.split.eager._work import deferred_work, in_order
 
 
@@ -76,7 +76,7 @@ def backward_input(
     Raises:
         SplitError: the backward cannot be split. Nothing was computed; the message says what to change.
     """
-    tensors, grads = _roots(outputs, grad_outputs)
+    tensors, grads = roots_of(outputs, grad_outputs)
     others = [tensor for tensor in tensors if type(tensor) not in ORDINARY]
     if others and has_torch_function(others):  # a subclass may stand for another tensor, which it then passes to us
         return handle_torch_function(
@@ -86,55 +86,74 @@ def backward_input(
     if isinstance(inputs, Tensor) and not wanted:
         raise SplitError(
             "the input whose gradient is asked for must require one",
-            got=f"{_describe(inputs)} that does not",
+            got=f"{describe(inputs)} that does not",
             fix="call x.requires_grad_() before the forward; or, if no gradient is needed, leave inputs out",
         )
     plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()), exact)
-
-    places = plan.inputs
     bottom = [cut for cut in plan.cuts if not cut.runs_in_i]
     quiet = own_thread and plan.is_quiet
     taken = plan.cuts if quiet else bottom
-    asked = [*plan.ready, *plan.triggers]
     nodes = [*plan.ready, *[cut.node for cut in taken]]
-    edges = [GradientEdge(*place) for place in places] + [GradientEdge(node, 0) for node in nodes]
+    edges = [GradientEdge(*place) for place in plan.inputs] + [GradientEdge(node, 0) for node in nodes]
     edges += [GradientEdge(*part.edge) for part in plan.branches] + [GradientEdge(node, 0) for node in plan.triggers]
     offers = [Offer(each.node, each.positions) for each in plan.opaque]
     group = recomputation() if plan.recomputes else None
     with _used_once(), sharing(group) if group else nullcontext():
-        calls = {cut.node: cut.call for cut in (*plan.functions, *plan.trials)}
-        with (
-            catching(plan.cuts, quiet),
-            calling_instead(calls) if calls else nullcontext(),
-            making(offers),
-            without_hooks(asked) as ran,
-            stopping(plan.inner) as stopped,
-        ):
+        with _preparing(plan, offers, quiet) as (ran, stopped):
             found = torch.autograd.grad(tensors, edges, grads, allow_unused=True) if edges else ()
-        of_nodes = found[len(places) :]
-        for cut, grad in zip(taken, of_nodes[len(plan.ready) :], strict=False):
+        answers = iter(found)  # one for each edge, in order
+        grad_at = dict(zip(plan.inputs, answers, strict=False)) | stopped
+        at_leaves = list(zip(plan.ready, answers, strict=False))
+        for cut, grad in zip(taken, answers, strict=False):
             cut.keep(grad)
+        at_branches = list(zip(plan.branches, answers, strict=False))
         for cut in bottom:
             spend(cut.node)
     UNSEEN.count_own(len(bottom))
-    of_leaves = list(zip(plan.ready, of_nodes, strict=False))
-    ready = [(leaf, grad) for leaf, grad in of_leaves if grad is not None]
-    ready += [part for offer in offers for part in offer.ready]
-    at_branches = list(zip(plan.branches, of_nodes[len(nodes) :], strict=False))
-    missed = [part for part, grad in at_branches if grad is None]
-    cuts = [*plan.cuts, *plan.functions] if plan.functions else plan.cuts
-    missed += [part for function in plan.functions for part in function.undefined]
-    computed = {part for function in plan.functions for part in function.computed}
-    missed += [part for cut in cuts if not cut.grads or cut.grads[0][0] is None for part in cut.parts]
-    undefined = [leaf for leaf, grad in of_leaves if grad is None] + [leaf for part in missed for leaf in part.leaves()]
-    direct, through_graph = deferred_work(
-        in_order(cuts) if exact else cuts, ready, [pair for pair in at_branches if pair[1] is not None], computed
-    )
-    work: list[Deferred] = [direct, *(offer.work for offer in offers if offer.work is not None), through_graph]
+    work, undefined = _left_for_w(plan, at_leaves, at_branches, offers, exact)
     pending = Pending(work, ran, undefined, exact, group)
     refuse_resharded(pending.deferred)
-    grad_at = dict(zip(places, found, strict=False)) | stopped
     return replace_leaves(lambda leaf: grad_at.get(wanted[id(leaf)]) if id(leaf) in wanted else None, inputs), pending
+
+
+@contextmanager
+def _preparing(plan: SplitPlan, offers: list[Offer], quiet: bool) -> Iterator[tuple[Ran, dict[Edge, Tensor | None]]]:
+    """A block in which the engine runs the spine: the cuts keep what W needs, and gradient stops at the inputs.
+
+    Gives the hooks of parameters that ran all the same, and the gradients that were stopped.
+    """
+    calls = {cut.node: cut.call for cut in (*plan.functions, *plan.trials)}
+    with (
+        catching(plan.cuts, quiet),
+        calling_instead(calls) if calls else nullcontext(),
+        making(offers),
+        without_hooks([*plan.ready, *plan.triggers]) as ran,
+        stopping(plan.inner) as stopped,
+    ):
+        yield ran, stopped
+
+
+def _left_for_w(
+    plan: SplitPlan,
+    at_leaves: Sequence[tuple[Node, Tensor | None]],
+    at_branches: Sequence[tuple[Part, Tensor | None]],
+    offers: Sequence[Offer],
+    exact: bool,
+) -> tuple[list[Deferred], list[Node]]:
+    """What W has to do after I, and the leaves that no gradient arrived at."""
+    cuts = [*plan.cuts, *plan.functions] if plan.functions else plan.cuts
+    missed = [part for part, grad in at_branches if grad is None]
+    missed += [part for function in plan.functions for part in function.undefined]
+    missed += [part for cut in cuts if not cut.grads or cut.grads[0][0] is None for part in cut.parts]
+    undefined = [leaf for leaf, grad in at_leaves if grad is None] + [leaf for part in missed for leaf in part.leaves()]
+    direct, through_graph = deferred_work(
+        in_order(cuts) if exact else cuts,
+        ready=[(leaf, grad) for leaf, grad in at_leaves if grad is not None]
+        + [part for offer in offers for part in offer.ready],
+        branches=[(part, grad) for part, grad in at_branches if grad is not None],
+        computed={part for function in plan.functions for part in function.computed},
+    )
+    return [direct, *(offer.work for offer in offers if offer.work is not None), through_graph], undefined
 
 
 @contextmanager
@@ -146,104 +165,3 @@ def _used_once() -> Iterator[None]:
         if not isinstance(error, SplitError) and failure_of(error) == "twice":
             raise a_second_time() from error
         raise
-
-
-def edges_of(tree: Any, name: str) -> dict[int, Edge]:
-    """Where each tensor of ``tree`` that needs a gradient is in the graph, by the tensor's id."""
-    for leaf in leaves(tree):
-        if isinstance(leaf, Iterable) and not isinstance(leaf, Tensor | GradientEdge | str | bytes):
-            raise SplitError(
-                f"{name} must be nested in tuples, lists, dicts and dataclasses",
-                got=f"a {type(leaf).__name__}",
-                fix="make a list or a tuple of it",
-            )
-    return {
-        id(leaf): edge_of(leaf)
-        for leaf in leaves(tree)
-        if isinstance(leaf, GradientEdge) or (isinstance(leaf, Tensor) and leaf.requires_grad)
-    }
-
-
-def edge_of(place: Tensor | GradientEdge) -> Edge:
-    """Where a tensor is in the graph."""
-    edge = place if isinstance(place, GradientEdge) else autograd.edge_of(place)
-    return edge.node, edge.output_nr
-
-
-def pair_leaves(outputs: Any, grads: Any, where: str = "outputs") -> Iterator[tuple[str, Any, Any]]:
-    """Each leaf of ``outputs`` with its name and its leaf of ``grads``; where ``grads`` is None, so are its leaves."""
-    parts = children(outputs)
-    if parts is None:
-        yield where, outputs, grads
-        return
-    if grads is None:
-        for step, part in parts:
-            yield from pair_leaves(part, None, where + step)
-        return
-    theirs = children(grads)
-    same_keys = not isinstance(outputs, Mapping) or (isinstance(grads, Mapping) and outputs.keys() == grads.keys())
-    if theirs is None or len(theirs) != len(parts) or not same_keys:
-        raise SplitError(
-            "grad_outputs must be nested as outputs are",
-            got=f"{_describe(grads)} for {where}, which is {_describe(outputs)}",
-            fix="pass one gradient (or None) for each output, nested in the same way",
-        )
-    ordered = [grads[key] for key in outputs] if isinstance(outputs, Mapping) else [grad for _, grad in theirs]
-    for (step, part), grad in zip(parts, ordered, strict=True):
-        yield from pair_leaves(part, grad, where + step)
-
-
-def _roots(outputs: Any, grad_outputs: Any) -> tuple[list[Any], list[Tensor | None]]:
-    """The outputs that gradient starts from, with their gradients."""
-    tensors: list[Any] = []
-    grads: list[Tensor | None] = []
-    seen_any = False
-    for where, output, grad in pair_leaves(outputs, grad_outputs):
-        if not isinstance(output, GradientEdge) and not (isinstance(output, Tensor) and output.requires_grad):
-            continue
-        shape = _shape(output)
-        if grad is None:
-            seen_any = True
-            if shape is None or prod(shape) != 1:
-                if grad_outputs is None:
-                    raise SplitError(
-                        "grad_outputs cannot be left out unless every output is a scalar",
-                        got=f"{where}, which is {_describe(output)}, and no grad_outputs",
-                        fix="pass grad_outputs, nested as the outputs are",
-                    )
-                continue
-        elif not isinstance(grad, Tensor) or _shape(grad) != shape:
-            raise SplitError(
-                "an output's gradient must be a tensor of the output's shape, or None",
-                got=f"{_describe(grad)} for {where}, which is {_describe(output)}",
-                fix="pass the gradient that the next stage sent back for it",
-            )
-        seen_any = True
-        tensors.append(output)
-        grads.append(grad)
-    if not seen_any:
-        raise SplitError(
-            "at least one output must need a gradient",
-            got=f"{sum(1 for _ in leaves(outputs))} outputs, each of which does not require grad and does not have a "
-            "grad_fn",
-            fix="run the forward with gradients enabled and outside torch.no_grad()",
-        )
-    return tensors, grads
-
-
-def _shape(place: Tensor | GradientEdge) -> tuple[int, ...] | None:
-    """The shape of a tensor, or of the gradient that arrives at an edge; None of nested tensors that have none."""
-    if isinstance(place, GradientEdge):
-        return tuple(autograd.gradient_slots(place.node)[place.output_nr].shape)
-    return None if place.is_nested and place.layout is torch.strided else tuple(place.shape)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, GradientEdge):
-        return f"an edge for gradients of shape {_shape(value)}"
-    if isinstance(value, Tensor):
-        shape = _shape(value)
-        return "a nested tensor" if shape is None else f"a tensor of shape {shape}"
-    parts = children(value)
-    keys = f" with {list(value)}" if isinstance(value, Mapping) else ""
-    return f"a {type(value).__name__}" + (f" of {len(parts)}" if parts is not None else "") + keys

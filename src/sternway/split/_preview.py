@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sternway.split._backward import edges_of
 from sternway.split._part import Node
+from sternway.split._places import edges_of
 from sternway.split._planner import make_plan
 
 

@@ -16,7 +16,8 @@ from torch.nn import Parameter
 
 from sternway._torch.tensors import is_view
 from sternway.errors import SplitError
-from sternway.split._backward import backward_input, pair_leaves
+from sternway.split._backward import backward_input
+from sternway.split._places import pair_leaves
 
 
 def stage_backward(

@@ -75,8 +75,9 @@ class Curves:
 class LaneEvent:
     """One action of one rank, from ``start`` to ``end``.
 
-    ``op`` gives the colour: "F", "I", "W", "B", "+" for an overlapped pair, or any other word. ``tint``, from 0 to 1,
-    makes it lighter.
+    ``op`` gives the colour: "F", "I", "W", "B", "+" for an overlapped pair, "UNSHARD" and so on, or any other word.
+    ``tint``, from 0 to 1, makes it lighter. With a ``link``, it runs beside the computation, and is drawn in a row of
+    that name below what the rank computes.
     """
 
     rank: int
@@ -88,6 +89,7 @@ class LaneEvent:
     microbatch: int | None = None
     critical: bool = False
     tint: float = 0.0
+    link: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from sternway.errors import PipelineError
 from sternway.pipeline.build._plan import BuildPlan
-from sternway.pipeline.build._request import BuildRequest
+from sternway.pipeline.build._request import BuildRequest, check_copies
 from sternway.pipeline.build._shadow import STATEFUL
 from sternway.pipeline.build._weights import is_empty
 from sternway.pipeline.step._microbatch import ChunkSpec
@@ -61,6 +61,8 @@ def check_arguments(**arguments: Any) -> None:
         if not fits(value):
             got = f"{type(value).__name__} {value!r:.80}"
             raise PipelineError(f"{name} must {rule}", got=got, fix="see the arguments of Pipeline")
+        if name == "schedule":
+            check_copies(value)
 
 
 def check_weights(stages: Any, weights: Any, device: Any) -> None:

@@ -22,6 +22,7 @@ from sternway._tree import replace_leaves
 from sternway.errors import PipelineError, ScheduleError, SternwayError
 from sternway.pipeline.build._partition import Layout, arguments_of, lay_out
 from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, RankBytes, Shards, rank_bytes
+from sternway.pipeline.build._request import check_copies
 from sternway.pipeline.build._shadow import blank, own_or_total, recompute_blocks, shadow
 from sternway.pipeline.build._weigh import StageWeight, weigh
 from sternway.pipeline.forward._record import sample_runs
@@ -155,6 +156,7 @@ def fit(
             type(count) is int and count >= 1, f"{name} must be a number from 1 on", count, "pass 1 or more"
         )
     names = schedules.names() if schedule is None else (schedule,)
+    check_copies(names[0])
     plans = list(_plans(names, ranks, n_microbatches))
     if not plans:
         raise PipelineError(

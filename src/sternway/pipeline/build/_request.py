@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from sternway.errors import PipelineError
 from sternway.pipeline.build._rank_bytes import Shards
 from sternway.pipeline.build._shard_stage import ShardFn
 from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.step._stage import LossFn
-from sternway.schedule import Schedule
+from sternway.schedule import Schedule, names
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +37,14 @@ class BuildRequest:
     shard: ShardFn | None = None
     shards: Shards | None = None  # what that makes of the parameters of stages
     tune: bool = True  # whether "auto" may change its plan later
+
+
+def check_copies(schedule: Schedule | str) -> None:
+    """Raise for a schedule of several copies of the model, such as dualpipe: a pipeline holds one."""
+    copies = schedule.copies if isinstance(schedule, Schedule) else 2 if schedule in names(copies=2) else 1
+    if copies > 1:
+        raise PipelineError(
+            "a pipeline holds one copy of the model",
+            got=f"schedule {schedule.name if isinstance(schedule, Schedule) else schedule}, of {copies} copies",
+            fix='pass schedule="dualpipe-v", which runs the same pairs with one copy, or "zb-v"',
+        )

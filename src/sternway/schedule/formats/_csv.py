@@ -54,7 +54,9 @@ def to_csv(schedule: Schedule, dialect: Dialect = "compute_only") -> str:
     return "\n".join(lines) + "\n"
 
 
-def from_csv(text: str, *, name: str = "csv", dialect: Dialect | None = None, upkeep: bool = False) -> Schedule:
+def from_csv(
+    text: str, *, name: str = "csv", dialect: Dialect | None = None, upkeep: bool = False, copies: int = 1
+) -> Schedule:
     """Read the CSV of torch.distributed.pipelining; a stage is placed on the rank that runs it.
 
     Example:
@@ -67,6 +69,7 @@ def from_csv(text: str, *, name: str = "csv", dialect: Dialect | None = None, up
         name: the name of the schedule.
         dialect: the dialect to expect; either, if None.
         upkeep: whether to keep UNSHARD, RESHARD and REDUCE_GRAD, which a schedule has if its stages are sharded.
+        copies: how often the model is held, which the file does not say; see ``Schedule``.
 
     Returns:
         The schedule, not yet checked: call ``check``. Sends and receives are checked here, because a schedule does
@@ -106,11 +109,11 @@ def from_csv(text: str, *, name: str = "csv", dialect: Dialect | None = None, up
         ranks.append(steps)
     stages = _stages(holder)
     if any(isinstance(step, Transfer) for steps in ranks for step in steps) or dialect == "compute_comms":
-        check_transfers(ranks, stages)
+        check_transfers(ranks, stages, copies)
     placement = [tuple(s for s, r in enumerate(stages) if r == rank) for rank in range(len(ranks))]
     kinds = (Action, Overlap, Upkeep) if upkeep else (Action, Overlap)
     actions = [tuple(step for step in steps if isinstance(step, kinds)) for steps in ranks]
-    return Schedule(name, n_microbatches, tuple(placement), tuple(actions))
+    return Schedule(name, n_microbatches, tuple(placement), tuple(actions), copies=copies)
 
 
 def _known(dialect: str) -> None:

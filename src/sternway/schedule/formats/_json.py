@@ -32,10 +32,11 @@ def to_json(schedule: Schedule) -> str:
     rows = ",\n  ".join(json.dumps([str(step) for step in steps]) for steps in schedule.actions)
     # Only where there are such stages, so that files of before are the same.
     again = f' "recompute": {json.dumps(schedule.recompute)},\n' if schedule.recompute else ""
+    copies = f' "copies": {schedule.copies},\n' if schedule.copies > 1 else ""
     return (
         f'{{\n "format": "{_FORMAT}",\n "name": {json.dumps(schedule.name)},\n'
         f' "n_microbatches": {schedule.n_microbatches},\n'
-        f' "placement": {json.dumps(schedule.placement)},\n{again} "actions": [\n  {rows}\n ]\n}}'
+        f' "placement": {json.dumps(schedule.placement)},\n{again}{copies} "actions": [\n  {rows}\n ]\n}}'
     )
 
 
@@ -56,7 +57,7 @@ def from_json(text: str) -> Schedule:
     if not isinstance(data, dict) or data.get("format") != _FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise ScheduleError(f"a schedule file must have the format {_FORMAT}", got=repr(found), fix=_FIX)
-    if sorted(data.keys() - {"recompute"}) != sorted(_FIELDS):
+    if sorted(data.keys() - {"recompute", "copies"}) != sorted(_FIELDS):
         raise ScheduleError(f"a schedule file must have the fields {', '.join(_FIELDS)}", got=", ".join(data), fix=_FIX)
     name, microbatches = data["name"], data["n_microbatches"]
     if not isinstance(name, str) or type(microbatches) is not int:
@@ -67,7 +68,7 @@ def from_json(text: str) -> Schedule:
     rows = _rows("actions", data["actions"], str)
     actions = [[_step(cell, rank, step) for step, cell in enumerate(row)] for rank, row in enumerate(rows)]
     (recompute,) = _rows("recompute", [data.get("recompute", [])], int)
-    return Schedule(name, microbatches, placement, tuple(map(tuple, actions)), tuple(recompute))
+    return Schedule(name, microbatches, placement, tuple(map(tuple, actions)), tuple(recompute), data.get("copies", 1))
 
 
 def _step(cell: str, rank: int, step: int) -> Step:

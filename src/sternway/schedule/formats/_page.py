@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sternway.schedule._action import Overlap, Upkeep
+from sternway.schedule._simulate import LINKS
 from sternway.schedule._timeline import Timeline
+from sternway.schedule.formats._terminal import ROWS, describe_size
 
 if TYPE_CHECKING:
     from sternway.schedule.search import Comparison
@@ -28,13 +30,15 @@ def lane_run(
     critical = {(event.rank, event.step) for event in timeline.critical_path}
     events = []
     for event in (event for rank in timeline.events for event in rank):
-        if isinstance(event.action, Upkeep):  # beside the computation, which is what the page shows
+        upkeep = isinstance(event.action, Upkeep)
+        if upkeep and event.end == event.start:  # it takes no time
             continue
-        first, places = event.action.actions[0], timeline.schedule.placement[event.rank]
+        first = event.action if isinstance(event.action, Upkeep) else event.action.actions[0]
+        places = timeline.schedule.placement[event.rank]
         events.append(
             LaneEvent(
                 rank=event.rank,
-                label="+".join(map(str, event.action.actions))
+                label="+".join(map(str, event.action.actions or (event.action,)))
                 + (", forward again" if timeline.schedule.runs_again(event.action) else ""),
                 op="+" if isinstance(event.action, Overlap) else first.op,
                 start=event.start,
@@ -43,6 +47,7 @@ def lane_run(
                 microbatch=first.microbatch,
                 critical=(event.rank, event.step) in critical,
                 tint=places.index(first.stage) / max(1, len(places) - 1),
+                link=ROWS[LINKS[first.op]] if upkeep else "",
             )
         )
     return LaneRun(name, events, timeline.memory if memory is None else memory, timeline.bubble_rate)
@@ -86,13 +91,14 @@ def _terms(timeline: Timeline, limit: float | None) -> "Terms":
 
     s, costs = timeline.schedule, timeline.costs
     times = {"F": costs.F, "I": costs.I, "W": costs.W, "B": costs.B, "comm": costs.comm}
+    times |= {"overlap": costs.overlap} if costs.overlap != 1 else {}
     given = ", ".join(
         f"{name} = {':'.join(f'{each:g}' for each in time) if isinstance(time, Sequence) else f'{time:g}'}"
         for name, time in times.items()
         if time is not None
     )
     rows = [
-        ("schedule", f"{s.name}: {s.ranks} ranks, {s.num_stages} stages, {s.n_microbatches} microbatches"),
+        ("schedule", describe_size(s)),
         ("costs", given),
         ("makespan", f"{timeline.makespan:.6g}, from the first start to the last end"),
         ("period", f"{timeline.period:.6g}, a step among steps: each rank begins the next one when it is free"),

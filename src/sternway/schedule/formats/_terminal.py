@@ -26,6 +26,9 @@ _ANSI = {
     "L": "48;5;250",
 }
 _LETTERS = {"OFFLOAD": "O", "RELOAD": "L"}
+ROWS = {"net": "link", "out": "out", "back": "back"}
+"""What the row of each link is called."""
+
 _WIDEST = 400
 _LINES, _LINE = 16, 100
 
@@ -70,7 +73,8 @@ def describe_size(schedule: Schedule) -> str:
     )
     words = (f"{count} {one if count == 1 else several}" for count, one, several in counts)
     some = ", ".join(map(str, schedule.recompute))
-    return f"{schedule.name}: {', '.join(words)}" + (f"; recomputed: {some}" if some else "")
+    more = f" in {schedule.copies} copies of the model" if schedule.copies > 1 else ""
+    return f"{schedule.name}: {', '.join(words)}{more}" + (f"; recomputed: {some}" if some else "")
 
 
 def _first(rows: Iterable[str], count: int) -> list[str]:
@@ -114,7 +118,7 @@ def draw(timeline: Timeline, *, color: bool = False, width: int | None = None) -
     for rank, events in enumerate(timeline.events):
         computing = [event for event in events if not isinstance(event.action, Upkeep)]
         lines.append(f"{f'rank {rank}':<{head - 2}} |{_line(timeline, computing, scale, numbers, color)}|")
-        for link, name in (("net", "link"), ("out", "out"), ("back", "back")):
+        for link, name in ROWS.items():
             carried = [event for event in events if isinstance(event.action, Upkeep) and event.end > event.start]
             carried = [event for event in carried if LINKS[event.action.op] == link]  # type: ignore[union-attr]
             if carried:

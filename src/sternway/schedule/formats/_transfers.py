@@ -70,28 +70,28 @@ def with_transfers(schedule: Schedule) -> list[list[Instruction]]:
         step = next(steps[rank])
         ranks[rank].append(step)
         for action in step.actions:
-            send = _send(action, schedule.num_stages)
+            send = _send(action, schedule.num_stages, schedule.copies)
             if send is not None and holder[send.other.stage] != rank:
                 ranks[rank].append(send)
                 ranks[holder[send.other.stage]].append(send.other)
     return ranks
 
 
-def _send(action: Action, num_stages: int) -> Transfer | None:
+def _send(action: Action, num_stages: int, copies: int) -> Transfer | None:
     """Return the send of what an action computes for another stage, if there is one."""
-    if all(target // 3 == action.stage for target in feeds(num_stages)[step_number(action)]):
+    if all(target // 3 == action.stage for target in feeds(num_stages, copies)[step_number(action)]):
         return None
     return Transfer(action.stage, "SEND_F" if action.op == "F" else "SEND_B", action.microbatch)
 
 
-def _receive(action: Action, num_stages: int) -> Transfer | None:
+def _receive(action: Action, num_stages: int, copies: int) -> Transfer | None:
     """Return the receive of what an action needs from another stage, if there is one."""
-    if all(source // 3 == action.stage for source in needs(num_stages)[step_number(action)]):
+    if all(source // 3 == action.stage for source in needs(num_stages, copies)[step_number(action)]):
         return None
     return Transfer(action.stage, "RECV_F" if action.op == "F" else "RECV_B", action.microbatch)
 
 
-def check_transfers(ranks: list[list[Instruction]], holder: tuple[int, ...]) -> None:
+def check_transfers(ranks: list[list[Instruction]], holder: tuple[int, ...], copies: int = 1) -> None:
     """Check that what other ranks need is sent and received once, in time, and that no rank waits forever.
 
     Receives block here and sends do not, as in torch's runtime, whose files have them in more than one order.
@@ -99,6 +99,7 @@ def check_transfers(ranks: list[list[Instruction]], holder: tuple[int, ...]) -> 
     Args:
         ranks: each rank's instructions.
         holder: the rank of each stage.
+        copies: of the model, each a chain of stages of its own.
 
     Raises:
         ScheduleError: a transfer is missing, unneeded, too late or stuck, with rank and step.
@@ -109,7 +110,7 @@ def check_transfers(ranks: list[list[Instruction]], holder: tuple[int, ...]) -> 
         for index, step in enumerate(steps):
             if isinstance(step, Action | Overlap):
                 for action in step.actions:
-                    expected |= _check_in_time(action, (rank, index), holder, at)
+                    expected |= _check_in_time(action, (rank, index), holder, at, copies)
     for transfer, (rank, index) in at.items():
         where = f"{transfer} (rank {rank}, step {index})"
         if transfer.other not in at:
@@ -146,12 +147,12 @@ def _places(ranks: list[list[Instruction]], holder: tuple[int, ...]) -> dict[Tra
 
 
 def _check_in_time(
-    action: Action, place: tuple[int, int], holder: tuple[int, ...], at: dict[Transfer, tuple[int, int]]
+    action: Action, place: tuple[int, int], holder: tuple[int, ...], at: dict[Transfer, tuple[int, int]], copies: int
 ) -> set[Transfer]:
     """Check that an action's input is received before it and its result sent after it; return both transfers."""
     rank, index = place
     where = f"{action} (rank {rank}, step {index})"
-    send, receive = _send(action, len(holder)), _receive(action, len(holder))
+    send, receive = _send(action, len(holder), copies), _receive(action, len(holder), copies)
     found = set()
     if send is not None and holder[send.other.stage] != rank:
         if at.get(send, place) <= place:

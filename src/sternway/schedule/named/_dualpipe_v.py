@@ -1,9 +1,9 @@
 """DualPipeV: forwards overlapped with backwards, so that each hides the communication of the other.
 
 Placed in a V like ZB-V: rank r holds stages r (a) and 2 p - 1 - r (b). In the steady state a rank runs two overlapped
-pairs in turn, aF with bB and bF with aB. An overlapped pair takes the time of both. What it hides is communication
-inside a stage (the all-to-all of expert parallelism), which our costs do not include. So with our costs ZB-V has less
-idle time; this schedule is for runtimes that overlap.
+pairs in turn, aF with bB and bF with aB. What a pair hides is communication inside a stage, such as the all-to-all of
+expert parallelism. How much that saves is ``Costs.overlap``; where it is 1, a pair takes the time of both, and ZB-V has
+less idle time. This schedule is for runtimes that overlap.
 
 Paper: DeepSeek-AI, DeepSeek-V3, arXiv 2412.19437, section 3.2.1; the "cut in half" V form is that of
 their DualPipe repository and of torch.distributed.pipelining. It needs at least 2 p microbatches.
@@ -20,6 +20,7 @@ their DualPipe repository and of torch.distributed.pipelining. It needs at least
 """
 
 from collections import deque
+from collections.abc import Mapping
 
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Op, Overlap
@@ -39,15 +40,18 @@ def dualpipe_v(placement: Placement, microbatches: int) -> list[list[Action | Ov
             got=str(microbatches),
             fix=f"use {2 * ranks} or more, or zb-v, which takes any number",
         )
-    return [_RankWriter(rank, placement).steps(microbatches) for rank in range(ranks)]
+    return [RankWriter(rank, ranks, a, b).steps(microbatches) for rank, (a, b) in enumerate(placement)]
 
 
-class _RankWriter:
-    """Writes the steps of one rank, counting microbatches and queueing W."""
+class RankWriter:
+    """Writes the steps of one rank with stages a and b, counting microbatches and queueing W.
 
-    def __init__(self, rank: int, placement: Placement) -> None:
-        self.rank, self.ranks = rank, len(placement)
-        self.a, self.b = placement[rank]
+    A stage in ``begins`` starts with that microbatch instead of microbatch 0.
+    """
+
+    def __init__(self, rank: int, ranks: int, a: int, b: int, begins: Mapping[int, int] | None = None) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.a, self.b, self.begins = a, b, begins or {}
         self.written: list[Action | Overlap] = []
         self.queue: deque[Action] = deque()
         self.counts: dict[tuple[int, bool], int] = {}
@@ -57,7 +61,7 @@ class _RankWriter:
         key = (stage, op == "F")
         count = self.counts.get(key, 0)
         self.counts[key] = count + 1
-        return Action(stage, op, count)
+        return Action(stage, op, self.begins.get(stage, 0) + count)
 
     def run(self, stage: int, op: Op) -> None:
         action = self.next(stage, op)

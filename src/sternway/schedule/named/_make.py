@@ -7,6 +7,7 @@ from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Overlap
 from sternway.schedule._costs import Placement
 from sternway.schedule._schedule import Schedule, check_size, looped_placement, v_placement
+from sternway.schedule.named._dualpipe import dualpipe
 from sternway.schedule.named._dualpipe_v import dualpipe_v
 from sternway.schedule.named._gpipe import gpipe
 from sternway.schedule.named._interleaved_1f1b import interleaved_1f1b
@@ -26,6 +27,7 @@ class _Generator:
 
     build: Callable[[Placement, int], Sequence[Sequence[Action | Overlap]]]
     stages_per_rank: int | None
+    copies: int = 1
 
 
 _GENERATORS = {
@@ -40,17 +42,20 @@ _GENERATORS = {
     "v-half": _Generator(v_half, 2),
     "v-min": _Generator(v_min, 2),
     "dualpipe-v": _Generator(dualpipe_v, 2),
+    "dualpipe": _Generator(dualpipe, 2, copies=2),
 }
 
 
-def names() -> tuple[str, ...]:
-    """Return the names that ``make`` knows.
+def names(copies: int = 1) -> tuple[str, ...]:
+    """Return the names that ``make`` knows, of schedules for one copy of the model, or for more.
 
     Example:
         >>> "zb-v" in names()
         True
+        >>> names(copies=2)
+        ('dualpipe',)
     """
-    return tuple(_GENERATORS)
+    return tuple(name for name, generator in _GENERATORS.items() if generator.copies == copies)
 
 
 def make(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
@@ -62,7 +67,7 @@ def make(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | Non
         ['0F0', '0F1', '0B0', '0B1']
 
     Args:
-        name: one of ``names()``.
+        name: one of ``names()`` or ``names(copies=2)``.
         ranks: the number of ranks, 1 or more.
         microbatches: the number of microbatches in a step, 1 or more.
         stages_per_rank: for the interleaved and looped schedules, 2 unless given; fixed for the others.
@@ -71,7 +76,8 @@ def make(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | Non
         ScheduleError: the name is unknown, or the schedule does not exist for these numbers.
     """
     if not isinstance(name, str) or name not in _GENERATORS:
-        raise ScheduleError("the schedule's name is not known", got=repr(name), fix=f"use one of {', '.join(names())}")
+        fix = f"use one of {', '.join(_GENERATORS)}"
+        raise ScheduleError("the schedule's name is not known", got=repr(name), fix=fix)
     given = {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
     for what, value in given.items():
         optional = what == "stages_per_rank" and value is None
@@ -89,4 +95,4 @@ def make(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | Non
         )
     placement = v_placement(ranks) if fixed == 2 else looped_placement(ranks, fixed or stages_per_rank or 2)
     actions = generator.build(placement, microbatches)
-    return Schedule(name, microbatches, placement, tuple(map(tuple, actions)))
+    return Schedule(name, microbatches, placement, tuple(map(tuple, actions)), copies=generator.copies)

@@ -45,7 +45,7 @@ def fuse(schedule: Schedule, costs: Costs) -> Schedule:
     ScheduleError.unless(
         isinstance(costs, Costs), "costs must be a Costs", costs, "pass schedule.Costs(I=1, W=1, B=1.8)"
     )
-    stage_costs = costs.per_stage(schedule.placement, schedule.recompute)
+    stage_costs = costs.per_stage(schedule.placement, schedule.recompute, schedule.copies)
     apart_and_joined = zip(stage_costs.I, stage_costs.W, stage_costs.B, strict=True)
     gains = [b < (i + w) * (1 - EPSILON) for i, w, b in apart_and_joined]
     pairs = [pair for pair in _pairs(schedule) if gains[pair[1].stage]]

@@ -16,8 +16,8 @@ import torch
 from torch.fx import GraphModule
 from torch.nn import Parameter
 
-from sternway._torch import compile as seam
-from sternway._torch import require
+from sternway._torch import compile as aot
+from sternway._torch import inductor, require
 from sternway._torch.async_tensors import with_arrived
 from sternway._torch.tracing import static_inputs
 from sternway.errors import SplitError
@@ -55,7 +55,7 @@ def sternway(
             )
     parameters = {index: value for index, value in enumerate(inputs) if isinstance(value, Parameter)}
     if inner == "inductor":
-        settings = {**seam.inductor_options(mode), **settings}
+        settings = {**inductor.inductor_options(mode), **settings}
         graphs = settings.pop("triton.cudagraphs", False) and _on_gpu(inputs)
         fixed = sorted({*parameters, *static_inputs(module)})
 
@@ -80,7 +80,7 @@ def _on_gpu(inputs: Sequence[Any]) -> bool:
 def _has_compiler(inputs: Sequence[Any]) -> bool:
     if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in inputs):
         return True  # Triton has its own
-    return any(shutil.which(name) for name in seam.cpp_compilers())
+    return any(shutil.which(name) for name in inductor.cpp_compilers())
 
 
 def _with_none(module: GraphModule, inputs: Sequence[Any], parameters: dict[int, Parameter]) -> Callable[..., Any]:
@@ -91,7 +91,7 @@ def _with_none(module: GraphModule, inputs: Sequence[Any], parameters: dict[int,
         return _run_by_operation(graph)
 
     def compile_backward(graph: GraphModule, examples: Sequence[Any]) -> Any:
-        seam.forbid_donation()
+        aot.forbid_donation()
         return build(
             graph,
             examples,
@@ -100,7 +100,7 @@ def _with_none(module: GraphModule, inputs: Sequence[Any], parameters: dict[int,
             lambda half: _run_by_operation(half.module),
         )
 
-    compiler = seam.aot_autograd(
+    compiler = aot.aot_autograd(
         fw_compiler=compile_forward,
         bw_compiler=compile_backward,
         inference_compiler=lambda graph, examples: _run_by_operation(graph),
@@ -112,7 +112,7 @@ def _with_none(module: GraphModule, inputs: Sequence[Any], parameters: dict[int,
 
 def _run_by_operation(graph: GraphModule) -> Boxed:
     forward = graph.forward
-    return seam.boxed(lambda arguments: forward(*arguments))
+    return aot.boxed(lambda arguments: forward(*arguments))
 
 
 def _with_inductor(
@@ -124,22 +124,22 @@ def _with_inductor(
         if not options.get("is_backward"):
             if not options.get("is_inference"):
                 region[:] = [Region.of(graph, parameters)]
-            return seam.compile_one(graph, examples, **options)
-        seam.forbid_donation()
+            return inductor.compile_one(graph, examples, **options)
+        aot.forbid_donation()
         static = set(options.pop("static_input_idxs", ()))
 
         def compile_half(half: Half) -> Boxed:
             fixed = [index for index, place in enumerate(half.places) if place is None or place in static]
-            return seam.compile_one(half.module, half.inputs, static_input_idxs=fixed, **options)
+            return inductor.compile_one(half.module, half.inputs, static_input_idxs=fixed, **options)
 
         def compile_i(half: Half) -> tuple[Boxed, Strides]:
-            with seam.report_output_strides() as strides:
+            with inductor.report_output_strides() as strides:
                 compiled = compile_half(half)
             return compiled, list(strides or [])
 
         return build(graph, examples, region[0], compile_i, compile_half)
 
-    return seam.inductor(
+    return inductor.compile_region(
         module,
         inputs,
         compile_graph=compile_graph,

@@ -26,7 +26,7 @@ class LaneHand {
   }
   down(event) {
     if (event.button !== 0) return;
-    const x = this.x(event), y = event.clientY - this.frame.getBoundingClientRect().top, rows = this.run.lanes.length * LANES.row;
+    const x = this.x(event), y = event.clientY - this.frame.getBoundingClientRect().top, rows = this.run.high;
     const selects = event.shiftKey || (y > rows && y < rows + LANES.ruler);
     this.from = { x, time: this.view.time(x), view: [...this.view.view], selects, moved: false };
     this.frame.setPointerCapture(event.pointerId);
@@ -48,7 +48,7 @@ class LaneHand {
     const from = this.from;
     this.from = null;
     if (!from || from.moved) return;
-    const y = event.clientY - this.frame.getBoundingClientRect().top, lane = this.run.lanes[Math.floor(y / LANES.row)];
+    const y = event.clientY - this.frame.getBoundingClientRect().top, lane = this.run.rows.find((row) => y >= row.top && y < row.top + row.high)?.events;
     const near = (2 / this.view.span) * (this.view.view[1] - this.view.view[0]); // what is two pixels away is meant, too
     const hit = lane && (lane.find((each) => each.start <= from.time && from.time < each.end) || lane.find((each) => each.start - near <= from.time && from.time < each.end + near));
     this.view.choose(this.run, hit || null);

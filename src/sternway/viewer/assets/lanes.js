@@ -1,6 +1,7 @@
 "use strict";
-// One run as a picture: a row for each rank, its idle time hatched, a ruler, and what each rank keeps.
-const MEANING = { F: "forward", I: "input gradient", W: "weight gradient", B: "whole backward", "+": "forward and backward overlapped" };
+// One run as a picture: a row for each rank, its idle time hatched, lower rows for its links, a ruler, and what each rank keeps.
+const MEANING = { F: "forward", I: "input gradient", W: "weight gradient", B: "whole backward", "+": "forward and backward overlapped",
+  UNSHARD: "gathers parameters", REDUCE_GRAD: "reduces gradients", RESHARD: "frees parameters", OFFLOAD: "moves away activations", RELOAD: "brings back activations" };
 
 function colourOf(op, tint) {
   const base = MEANING[op] ? `var(--op-${op === "+" ? "both" : op})` : `hsl(${hue(op)} 55% 62%)`;
@@ -11,15 +12,24 @@ class Run {
   constructor(run, section) {
     Object.assign(this, run);
     const ranks = this.events.reduce((most, event) => Math.max(most, event.rank + 1), 0);
-    this.lanes = Array.from({ length: ranks }, () => []);
-    this.events.forEach((event, index) => { event.index = index; this.lanes[event.rank].push(event); });
-    for (const lane of this.lanes) lane.sort((a, b) => a.start - b.start);
+    const links = ["", ...new Set(this.events.map((event) => event.link).filter(Boolean))];
+    this.rows = Array.from({ length: ranks }, (_, rank) => links.map((link) => ({ rank, link, events: [] }))).flat();
+    this.events.forEach((event, index) => { event.index = index; this.rows[event.rank * links.length + links.indexOf(event.link)].events.push(event); });
+    this.rows = this.rows.filter((row) => !row.link || row.events.length);
+    this.high = 0;
+    for (const row of this.rows) {
+      row.events.sort((a, b) => a.start - b.start);
+      row.top = this.high; row.high = row.link ? LANES.link : LANES.row;
+      this.high += row.high;
+    }
+    this.lanes = this.rows.filter((row) => !row.link).map((row) => row.events); // what each rank computes
     this.idle = this.lanes.map(gaps);
     this.end = this.events.reduce((most, event) => Math.max(most, event.end), 0);
     this.shortest = this.events.reduce((least, event) => (event.end > event.start ? Math.min(least, event.end - event.start) : least), Infinity);
     this.critical = this.events.filter((event) => event.critical).sort((a, b) => a.start - b.start);
     this.most = Math.max(section.limit || 0, ...this.memory.map((curve) => curve.reduce((most, [, level]) => Math.max(most, level), 0)), 0) || 1;
   }
+  rowOf(event) { return this.rows.find((row) => row.rank === event.rank && row.link === event.link); }
   // How long a rank works, and how long it does not, between two moments.
   sums(rank, from, to) {
     const inside = (a, b) => Math.max(0, Math.min(b, to) - Math.max(a, from)), ops = new Map();
@@ -43,7 +53,7 @@ function gaps(lane) {
 }
 
 function drawRun(view, run, index) {
-  const { left, row, strip, ruler } = LANES, rows = run.lanes.length * row, strips = run.memory.length ? run.memory.length * strip + 22 : 0;
+  const { left, strip, ruler } = LANES, rows = run.high, strips = run.memory.length ? run.memory.length * strip + 22 : 0;
   const high = rows + ruler + strips, right = left + view.span, hatch = `hatch-${view.number}-${index}`;
   const chart = make("svg", { class: "lanes", viewBox: `0 0 ${view.wide} ${high}`, tabindex: 0, role: "application", "aria-roledescription": "timeline",
     "aria-label": `${run.name}: ${run.lanes.length} ranks. Arrow keys walk from action to action, W and S zoom, A and D pan.`, "aria-describedby": `details-${view.number}` },
@@ -53,7 +63,11 @@ function drawRun(view, run, index) {
     const x = view.x(tick.at).toFixed(1);
     chart.append(make("line", { class: "grid", x1: x, x2: x, y1: 0, y2: rows + 4 }), make("text", { x, y: rows + 17, class: "dim middle tick" }, tick.text));
   }
-  run.lanes.forEach((lane, rank) => drawLane(view, run, rank, chart, hatch));
+  for (const row of run.rows) {
+    if (row.link) chart.append(make("text", { x: left - 8, y: row.top + 12, class: "dim end link" }, row.link));
+    else drawLane(view, run, row, chart, hatch);
+    drawBoxes(view, row, chart);
+  }
   if (view.path && run.critical.length) drawPath(view, run, chart);
   run.memory.forEach((curve, rank) => drawStrip(view, run, curve, rank, rows + ruler + 22 + rank * strip, chart));
   if (strips) chart.append(make("text", { x: left, y: rows + ruler + 14, class: "dim" }, view.section.memory_title));
@@ -64,9 +78,8 @@ function drawRun(view, run, index) {
   return chart;
 }
 
-function drawLane(view, run, rank, chart, hatch) {
-  const { left, row, box } = LANES, top = rank * row + 2, right = left + view.span, [from, to] = view.view, lane = run.lanes[rank];
-  const clip = (time) => Math.min(right, Math.max(left, view.x(time)));
+function drawLane(view, run, { rank, events: lane, top: above }, chart, hatch) {
+  const { left, box } = LANES, top = above + 2, [from, to] = view.view, clip = clipped(view);
   const { busy } = run.sums(rank, 0, run.end), whole = lane.length ? lane[lane.length - 1].end - lane[0].start : 0;
   chart.append(make("text", { x: 0, y: top + 15 }, `rank ${rank}`), make("text", { x: left - 8, y: top + 15, class: "dim end" }, whole ? `${Math.round(100 * busy / whole)}%` : "",
     make("title", {}, `rank ${rank} works ${shownShare(whole ? busy / whole : 0)} of the time from its first start to its last end`)));
@@ -76,12 +89,22 @@ function drawLane(view, run, rank, chart, hatch) {
     chart.append(make("rect", { class: "idle", x, y: top, width, height: box, fill: `url(#${hatch})` }, make("title", {}, text)));
     if (width > 7 * text.length) chart.append(make("text", { x: x + width / 2, y: top + 15, class: "gap-text middle" }, text));
   }
+}
+
+// A time as a place, no farther out than the picture.
+function clipped(view) {
+  const { left } = LANES, right = left + view.span;
+  return (time) => Math.min(right, Math.max(left, view.x(time)));
+}
+
+function drawBoxes(view, row, chart) {
+  const top = row.top + 2, box = row.high - 4, [from, to] = view.view, clip = clipped(view);
   let many = null; // actions too narrow to be seen alone are drawn together
   const flush = () => {
     if (many) chart.append(make("rect", { class: "event many", x: many.x, y: top, width: Math.max(0.8, many.end - many.x), height: box, style: `fill:${colourOf(many.op, 0)}` }));
     many = null;
   };
-  for (const event of lane) {
+  for (const event of row.events) {
     if (event.end < from || event.start > to) continue;
     const x = clip(event.start), end = clip(event.end), width = end - x;
     if (width < 1.5) {
@@ -93,16 +116,17 @@ function drawLane(view, run, rank, chart, hatch) {
     const chosen = view.chosen && view.chosen.event === event;
     chart.append(make("rect", { class: chosen ? "event chosen" : "event", x: x.toFixed(2), y: top, width: width.toFixed(2), height: box,
       style: `fill:${colourOf(event.op, event.tint)}`, "data-index": event.index }));
-    const label = [event.label, String(event.microbatch ?? "")].find((text) => text && 6.8 * text.length + 3 < width);
-    if (label) chart.append(make("text", { x: (x + width / 2).toFixed(1), y: top + 15, class: "label middle" }, label));
+    const number = String(event.microbatch ?? ""), brief = event.link ? `${event.stage}${event.op[0]}${number}` : ""; // 0UNSHARD is 0U
+    const label = [event.label, brief, number].find((text) => text && (event.link ? 8 : 6.8) * text.length + 3 < width);
+    if (label) chart.append(make("text", { x: (x + width / 2).toFixed(1), y: top + (box + 8) / 2, class: "label middle" }, label));
   }
   flush();
 }
 
 // A line under the actions on the critical path, and from one rank to the next.
 function drawPath(view, run, chart) {
-  const { left, row, box } = LANES, right = left + view.span, keep = (time) => Math.min(right + 1, Math.max(left - 1, view.x(time)));
-  const points = run.critical.flatMap((event) => [event.start, event.end].map((time) => `${keep(time).toFixed(1)},${event.rank * row + box}`));
+  const { left } = LANES, right = left + view.span, foot = new Map(run.critical.map((event) => [event, run.rowOf(event).top + (event.link ? LANES.link - 2 : LANES.box)])), keep = (time) => Math.min(right + 1, Math.max(left - 1, view.x(time)));
+  const points = run.critical.flatMap((event) => [event.start, event.end].map((time) => `${keep(time).toFixed(1)},${foot.get(event)}`));
   chart.append(make("polyline", { class: "path", points: points.join(" ") }));
 }
 

@@ -8,13 +8,14 @@ function describe(view) {
 }
 
 function aboutEvent(view, run, event) {
-  const time = (value) => shown(value, view.unit), lane = run.lanes[event.rank], before = lane[lane.indexOf(event) - 1];
-  const what = event.op === "+" ? MEANING[event.op] : MEANING[event.op] ? `${MEANING[event.op]} of stage ${event.stage} for microbatch ${event.microbatch}` : event.op;
-  const rows = [["what", what], ["where", `rank ${event.rank}, ${run.name}`], ["when", `${time(event.start)} to ${time(event.end)}`], ["takes", time(event.end - event.start)]];
+  const time = (value) => shown(value, view.unit), lane = run.rowOf(event).events, before = lane[lane.indexOf(event) - 1];
+  const which = event.microbatch === null ? "" : ` for microbatch ${event.microbatch}`;
+  const what = event.op === "+" ? MEANING[event.op] : MEANING[event.op] ? `${MEANING[event.op]} of stage ${event.stage}${which}` : event.op;
+  const rows = [["what", what], ["where", `rank ${event.rank}${event.link ? `, beside its computation (${event.link})` : ""}, ${run.name}`], ["when", `${time(event.start)} to ${time(event.end)}`], ["takes", time(event.end - event.start)]];
   const wait = event.start - (before ? before.end : 0);
   rows.push(["waited before", wait > 1e-12 * view.end ? time(wait) : "not at all"]);
   for (const other of view.runs) {
-    const same = other === run ? null : other.lanes[event.rank]?.find((each) => each.label === event.label);
+    const same = other === run ? null : other.events.find((each) => each.rank === event.rank && each.label === event.label);
     if (!same) continue;
     const length = same.end - same.start, ratio = length ? (event.end - event.start) / length : 0;
     rows.push([other.name, `${time(length)}, from ${time(same.start)}${ratio ? `; here ${ratio.toFixed(2)} times that` : ""}`]);

@@ -1,6 +1,6 @@
 "use strict";
 // Timelines one below the other (planned, measured), on one scale: zoom, pan, choose an action, select a range.
-const LANES = { left: 86, right: 16, row: 26, box: 22, strip: 40, ruler: 24 };
+const LANES = { left: 86, right: 16, row: 26, box: 22, link: 18, strip: 40, ruler: 24 };
 let timelines = 0;
 
 class TimelineView {
@@ -87,12 +87,12 @@ class TimelineView {
   walk(key) {
     const { run, event } = this.chosen || { run: this.runs[0], event: null };
     if (!run) return;
-    const lane = event ? run.lanes[event.rank] : null;
+    const row = event ? run.rowOf(event) : null;
     let next = null;
     if (!event) next = run.lanes.flat()[0] || null;
-    else if (key === "ArrowLeft" || key === "ArrowRight") next = lane[lane.indexOf(event) + (key === "ArrowRight" ? 1 : -1)];
+    else if (key === "ArrowLeft" || key === "ArrowRight") next = row.events[row.events.indexOf(event) + (key === "ArrowRight" ? 1 : -1)];
     else {
-      const other = run.lanes[event.rank + (key === "ArrowDown" ? 1 : -1)], middle = (event.start + event.end) / 2;
+      const other = run.rows[run.rows.indexOf(row) + (key === "ArrowDown" ? 1 : -1)]?.events, middle = (event.start + event.end) / 2;
       next = other && other.reduce((best, each) => (!best || Math.abs(each.start + each.end - 2 * middle) < Math.abs(best.start + best.end - 2 * middle) ? each : best), null);
     }
     if (next) this.choose(run, next, true);
