@@ -20,7 +20,8 @@ from sternway._tree import replace_leaves
 from sternway.pipeline.build._partition import arguments_of
 from sternway.pipeline.build._profile import own_gradients, total_loss
 from sternway.pipeline.build._room import Room
-from sternway.pipeline.forward._record import sample_runs, untouched
+from sternway.pipeline.forward._record import sample_runs
+from sternway.pipeline.forward._untouched import untouched
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._random import own_random_numbers
 from sternway.pipeline.step._result import gather_timeline

@@ -8,6 +8,7 @@ What it finds is counted once more, action by action.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -187,7 +188,9 @@ def rooms(
             return [weigh(layout.cut(made, way).parts(), microbatch, loss) for way in ways]
 
         plain = weighed()
-        again = weighed() if recompute_blocks(made, layout, randomly=False) else [None] * len(plain)
+        again: Sequence[list[StageWeight] | None] = [None] * len(plain)
+        with suppress(PipelineError):  # from blocks that cannot run again, since as they are they ran
+            again = weighed() if recompute_blocks(made, layout, randomly=False) else again
     return [Room(limit, *both, shards) for both in zip(plain, again, strict=True)]
 
 
