@@ -19,7 +19,7 @@ from compare import assert_same_grads
 from sternway import pipeline, schedule
 from sternway.errors import PipelineError, ScheduleError
 from sternway.pipeline import LocalTransport, Pipeline, Presplit
-from sternway.pipeline.build import _options
+from sternway.pipeline.build import _measure
 
 DIM = 8
 
@@ -487,7 +487,7 @@ def test_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
         names=("0", "1", "2", "3"), F=one, I=one, W=one, B=tuple(2 * each for each in one),
         bytes_after_F=(1024,) * 4, bytes_after_I=(512,) * 4, sent_bytes=(256,) * 4,
     )  # fmt: skip
-    monkeypatch.setattr(_options, "profile", lambda *arguments, **options: four)
+    monkeypatch.setattr(_measure, "profile", lambda *arguments, **options: four)
     pipe = Pipeline(model, cuts=["2"], schedule="1f1b", sample=x, transport=LocalTransport(), **options)
     # Rank 0 keeps two microbatches at most, each with 1 KiB in both of its modules.
     assert repr(pipe).splitlines()[-1] == "  planned   30.00 ms, bubble 20.0%, activations of at most 4.0 KiB on a rank"

@@ -20,7 +20,7 @@ from sternway import pipeline
 from sternway._torch.memory import OperationCounter
 from sternway.errors import PipelineError, SavedError
 from sternway.pipeline import DistTransport, LocalTransport, Pipeline
-from sternway.pipeline.build import _options
+from sternway.pipeline.build import _measure
 from sternway.pipeline.build._offload import agreed_rate, make_policies
 from sternway.pipeline.build._request import BuildRequest
 from sternway.saved import Offload
@@ -62,7 +62,7 @@ def _equal_times(monkeypatch: pytest.MonkeyPatch) -> None:
         one = (1e-3,) * len(found.F)
         return replace(found, F=one, I=one, W=one, B=one)
 
-    monkeypatch.setattr(_options, "profile", profile)
+    monkeypatch.setattr(_measure, "profile", profile)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from sternway import pipeline, schedule
 from sternway.demo import GPT
 from sternway.errors import PipelineError, ScheduleError
 from sternway.pipeline import LocalTransport, Pipeline
-from sternway.pipeline.build import _options
+from sternway.pipeline.build import _measure
 from sternway.pipeline.build._partition import balance, split_model
 
 
@@ -152,7 +152,7 @@ def test_a_whole_model_balanced_and_searched(whole: float, monkeypatch: pytest.M
         one = (1.0,) * len(found.F)
         return replace(found, F=one, I=one, W=one, B=tuple(whole * time for time in one))
 
-    monkeypatch.setattr(_options, "profile", fixed)  # no times of this machine: they would choose the schedule
+    monkeypatch.setattr(_measure, "profile", fixed)  # no times of this machine: they would choose the schedule
     model, tokens = _gpt(), torch.randint(0, 11, (8, 6))
     reference = copy.deepcopy(model)
     pipe = Pipeline(

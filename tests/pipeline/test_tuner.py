@@ -21,7 +21,7 @@ from searches import at_once, searches_at_once
 from sternway import schedule
 from sternway.errors import PipelineError
 from sternway.pipeline import DistTransport, Pipeline, Profile, profile
-from sternway.pipeline.build import _options
+from sternway.pipeline.build import _measure
 from sternway.pipeline.build._partition import lay_out
 from sternway.pipeline.build._rehearse import Rehearsal
 from sternway.pipeline.forward._part import ModelPart
@@ -109,6 +109,18 @@ def test_no_plan_exceeds_the_limit() -> None:
     tuner = tuner_of(four(), limit=4.0)
     ran = run(tuner, Costs(F=1.0, I=1.2, W=0.8), 90)
     assert max(plan.simulate().peak_memory for plan in ran) <= 4.0
+
+
+def test_sharded_stages_are_priced_as_measured() -> None:
+    truth = Costs(F=(1.0,) * 4, I=(1.0,) * 4, W=(0.8,) * 4, comm=0.3, gather=(1.0,) * 4, reduce=(6.0,) * 4)
+    first = schedule.sharded(schedule.make("zb-v", ranks=2, microbatches=4))
+    tuner = tuner_of(first, Costs())
+    ran = run(tuner, truth, 90)
+    assert pytest.approx(truth.reduce) == tuner.costs.reduce
+    assert all(plan.gathered == frozenset(range(4)) for plan in ran)
+    best = candidates(first, truth, memory_limit=LIMIT, count=1)[0].simulate(truth)
+    assert tuner.schedule.simulate(truth).period <= best.period + 1e-9
+    assert best.period < first.simulate(truth).period
 
 
 def slowed(stage: int, ranks: int, by: float = 1.3, comm: float = 0.0) -> Costs:
@@ -353,7 +365,7 @@ def copies(rank: int) -> None:
         return replace(found, W=tuple((rank // 2) * 10.0 * f for f in found.F), B=tuple(2 * f for f in found.F))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_options, "profile", other)
+        patch.setattr(_measure, "profile", other)
         pipe = Pipeline(
             model, schedule="auto", n_microbatches=4, loss_fn=F.mse_loss, sample=x[:1], sample_target=x[:1], mesh=mesh
         )

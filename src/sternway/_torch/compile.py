@@ -91,6 +91,15 @@ def gradient_indices(module: GraphModule) -> list[int | None]:
     return [getattr(getattr(what, "grad_of", None), "idx", None) for what in described]
 
 
+def overwritten_inputs(joint: GraphModule) -> set[Node]:
+    """The inputs of a joint graph that its forward changes in place, at its end or after it."""
+    described = output_node(joint).meta.get("desc", ())
+    after = {getattr(getattr(what, "mutated_input", None), "idx", None) for what in described} - {None}
+    written = {node.args[0] for node in joint.graph.nodes if node.target is torch.ops.aten.copy_.default}
+    inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    return {node for node in inputs if node in written or input_index(node) in after}
+
+
 def output_node(module: GraphModule) -> Node:
     """The node that returns a graph's results."""
     return next(iter(reversed(module.graph.nodes)))
@@ -154,10 +163,12 @@ class _TracedRegion:
         from torch._guards import TracingContext, tracing
         from torch._subclasses import FakeTensorMode
 
-        def region(x: Tensor, weight: Tensor) -> tuple[Tensor]:
+        def region(x: Tensor, weight: Tensor, count: Tensor) -> tuple[Tensor]:
+            count.add_(1)
             return ((x @ weight).sin(),)
 
         x, weight = torch.ones(2, 3, requires_grad=True), torch.ones(3, 4, requires_grad=True)
+        count = torch.zeros(())
 
         def compile_forward(graph: GraphModule, examples: Any) -> Any:
             return boxed(lambda arguments: graph(*arguments))
@@ -174,6 +185,7 @@ class _TracedRegion:
 
         def partition(joint: GraphModule, inputs: Any, **options: Any) -> tuple[GraphModule, GraphModule]:
             self.joint = gradient_indices(joint)
+            self.overwritten = [input_index(node) for node in overwritten_inputs(joint)]
             self.values = [example_value(node) for node in joint.graph.nodes if node.op != "output"]
             split_joint(joint, inputs, least_memory=True, **options)
             return split_joint(joint, inputs, least_memory=False, **options)
@@ -181,8 +193,8 @@ class _TracedRegion:
         compiler = aot_autograd(fw_compiler=compile_forward, bw_compiler=compile_backward, partition_fn=partition)
         context = TracingContext(FakeTensorMode())
         with tracing(context), config.patch(donated_buffer=True):
-            compiled = compiler(torch.fx.symbolic_trace(region), [x, weight])
-        (output,) = compiled(x, weight)
+            compiled = compiler(torch.fx.symbolic_trace(region), [x, weight, count])
+        (output,) = compiled(x, weight, count)
         self.node: Any = output.grad_fn
         (self.grad,) = torch.autograd.grad(output.sum(), [weight])
 
@@ -216,7 +228,16 @@ def _node() -> bool:
     features=("split.compiled",),
 )
 def _descriptions() -> bool:
-    return _traced().backward == [0, 1] and _traced().joint[-2:] == [0, 1]
+    return _traced().backward[:2] == [0, 1] and [each for each in _traced().joint if each is not None] == [0, 1]
+
+
+@probe(
+    "node.meta['desc']: InputMutationAOTOutput.mutated_input; aten.copy_ in a joint graph",
+    expected="name the inputs that a forward overwrites",
+    features=("split.compiled",),
+)
+def _overwritten() -> bool:
+    return _traced().overwritten == [2]
 
 
 @probe(

@@ -11,6 +11,7 @@ torch.distributed.pipelining reaches into FSDP in the same places, to reduce aft
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,11 +74,21 @@ class FsdpUnit:
         """Start to gather the parameters; ``wait`` before they are used."""
         self._handle = self.modules[0].unshard(async_op=True)  # type: ignore[operator]  # of FSDPModule
 
-    def wait(self) -> None:
-        """Let what comes next on this stream wait for the parameters, and put them into the modules."""
-        if self._handle is not None:
-            self._handle.wait()
-            self._handle = None
+    def wait(self) -> float | None:
+        """Let what comes next on this stream wait for the parameters, and put them into the modules.
+
+        Returns:
+            When they arrived, if the host had to wait for that; None if they were there, and on a GPU.
+        """
+        if self._handle is None:
+            return None
+        late = [work for group in self._groups for work in _late_works(group)]
+        for work in late:
+            work.wait()
+        arrived = time.perf_counter() if late else None
+        self._handle.wait()
+        self._handle = None
+        return arrived
 
     def free(self) -> None:
         """Free what was gathered: the modules have their sharded parameters again."""
@@ -156,6 +167,13 @@ def _inside(commanded: Callable[[], bool], around: Around, module: nn.Module, fo
     return stand_in
 
 
+def _late_works(group: Any) -> list[Any]:
+    """The gathering of a group that a host waits for, if it is under way."""
+    result = group._all_gather_result
+    work = None if result is None or result.all_gather_output.is_cuda else result.all_gather_work
+    return [] if work is None or work.is_completed() else [work]
+
+
 def _take_inputs(context: Any) -> list[Any]:
     """What reductions under way read, which FSDP would wait for before the next one.
 
@@ -208,6 +226,22 @@ def _state() -> bool:
         and state._is_root is None
         and hasattr(FSDPModule, "_get_fsdp_state")
     )
+
+
+@probe(
+    "FSDPParamGroup._all_gather_result, AllGatherResult: all_gather_output, all_gather_work",
+    expected="are a gathering under way, and the work to wait for",
+    features=("pipeline.sharded",),
+)
+def _gathering() -> bool:
+    if not torch.distributed.is_available():
+        return True
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    waits = _names(FSDPParamGroup.wait_for_unshard)
+    fields = {"all_gather_output", "all_gather_work"} <= set(AllGatherResult._fields)
+    return fields and {"_all_gather_result", "all_gather_work"} <= waits
 
 
 @probe(

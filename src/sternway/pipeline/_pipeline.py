@@ -29,7 +29,7 @@ from sternway.pipeline.build._checks import (
 from sternway.pipeline.build._offload import check_offload, given_rate, make_policies, moves
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._shard_stage import ShardFn
-from sternway.pipeline.build._sharding import counted_shards, shard_stages, whole_state, with_upkeep
+from sternway.pipeline.build._sharding import counted_shards, shard_link, shard_stages, whole_state, with_upkeep
 from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest, with_prefixes
 from sternway.pipeline.checkpoint._saving import Resumed, Saving
@@ -97,7 +97,7 @@ class Pipeline:
         shard: for a whole model, a function that is called with each stage and calls ``fully_shard`` on it, or on
             modules of it. Stages that are passed one by one may be sharded already.
         gathered: how many sharded stages a rank keeps gathered at once; all its stages by default, each gathered once
-            in a step.
+            in a step. "auto" keeps fewer by default, if ``memory`` makes that faster.
         chunk: how inputs and targets are cut: ``Chunk(dim)``, ``Presplit()`` or ``Replicate()``.
         dynamic: the shapes of stages' outputs may change from step to step even if those of the batch do not.
         saved: a policy of ``sternway.saved`` for what the stages save in F, or a function from a stage's index to one.
@@ -183,9 +183,11 @@ class Pipeline:
         request = BuildRequest(
             stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place,
             self._everyone, None if memory is None else parse_bytes(memory, "memory", PipelineError), shard,
-            counted_shards(shard, grid, gathered, memory), tune, movable, given_rate(offload_rate, memory),
+            counted_shards(shard, grid, gathered, memory), tune, gathered, shard_link(shard, grid),
+            movable, given_rate(offload_rate, memory),
         )  # fmt: skip
         self._plan = agreed_plan(request, self.transport)
+        gathered = gathered if self._plan.gathered is None else self._plan.gathered
         if self._plan.schedule.recompute:
             self.transport.crew().agree(lambda: check_recompute(self._plan, cuda_graphs))
         own_ties = [] if self._plan.cut is None else self._plan.cut.ties()

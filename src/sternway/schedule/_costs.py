@@ -38,6 +38,7 @@ _PER_STAGE = (
     "memory_input",
     "memory_again",
     "memory_offloaded",
+    "memory_gathered",
 )
 
 EPSILON = 1e-9
@@ -144,7 +145,8 @@ class Costs:
             stage. Beside computation, one at a time in each direction.
         overlap: what an overlapped F and B take together, as a share of F + B: below 1 where each hides messages inside
             the other, such as those of experts. One number, or one for each stage, that of the F.
-        memory_gathered: what a rank's gathered parameters take, in what one microbatch's forward keeps.
+        memory_gathered: what a rank's gathered parameters take, in what one microbatch's forward keeps; one number, or
+            one for each stage.
         memory_after_F: what F keeps, in units of memory; pass one number for each stage if stages are not equal.
         memory_input: what F of a recomputed stage keeps, in units; one number, or one for each stage.
         memory_again: what a recomputed stage takes while its backward runs, ``memory_input`` included; what F keeps
@@ -166,7 +168,7 @@ class Costs:
     static_bytes: float = 0.0
     gather: float | Sequence[float] = 0.0
     reduce: float | Sequence[float] = 0.0
-    memory_gathered: float = 0.0
+    memory_gathered: float | Sequence[float] = 0.0
     memory_after_F: float | Sequence[float] = 1.0  # noqa: N815 - the paper's letter
     memory_input: float | Sequence[float] = 0.0
     memory_again: float | Sequence[float] | None = None
@@ -189,7 +191,7 @@ class Costs:
                 got=", ".join(f"{n} for {name}" for name, n in lengths.items()),
                 fix="pass sequences as long as there are stages",
             )
-        for name in ("comm", "activation_bytes", "static_bytes", "memory_gathered"):
+        for name in ("comm", "activation_bytes", "static_bytes"):
             object.__setattr__(self, name, _amount(name, getattr(self, name)))
 
     def bytes_of(self, memory: float) -> float | None:

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Action, Overlap
+from sternway.schedule._action import Action, Overlap, Upkeep
 from sternway.schedule._costs import Costs, StageCosts
 from sternway.schedule._depends import KIND
 from sternway.schedule._timeline import Timeline
+
+_ON_LINK = ("UNSHARD", "REDUCE_GRAD")
 
 
 def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> Costs:
@@ -17,7 +19,8 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
 
     What the steps did not have is taken from ``planned``: where there is B alone, I and W share its time as they do
     there, and the other way round. A message's time is seen where a rank waits for it; where none waits, ``comm`` is
-    at most the shortest time between an end and the start that needed it.
+    at most the shortest time between an end and the start that needed it. Gathering and reducing are seen where they
+    have a length; for stages where they have none, the planned times change as much as those of the others.
 
     Example:
         >>> from sternway import schedule
@@ -28,7 +31,7 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
 
     Args:
         timelines: of a step, as ``StepResult.timeline`` has it, or of several, with stages in the same places.
-        planned: for what cannot be seen in them; also for memory, and for gathering and reducing.
+        planned: for what cannot be seen in them, and for memory.
 
     Raises:
         ScheduleError: there is no F of some stage, or the planned costs are for another number of stages.
@@ -74,6 +77,8 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
         W=w,
         B=b if planned.B is not None or any(op == "B" for op, _ in seen) else None,
         comm=_comm(runs, planned.comm),
+        gather=_carried(runs, "UNSHARD", expected.gather, planned.gather),
+        reduce=_carried(runs, "REDUCE_GRAD", expected.reduce, planned.reduce),
         overlap=_overlap(runs, f, b, expected.overlap),
     )
 
@@ -111,6 +116,27 @@ def _comm(runs: list[Timeline], planned: float) -> float:
     gaps = [gap for run in runs for gap in _gaps(run)]
     waited = [time for time, did_wait in gaps if did_wait]
     return statistics.median(waited) if waited else min([planned, *(time for time, _ in gaps)])
+
+
+def _carried(
+    runs: list[Timeline], op: str, expected: Sequence[float], planned: float | Sequence[float]
+) -> float | Sequence[float]:
+    """How long the link of a rank is busy with this for each stage; what was planned, if it has no length anywhere."""
+    times: dict[int, list[float]] = defaultdict(list)
+    for events in (events for run in runs for events in run.events):
+        free = 0.0
+        for event in events:
+            if isinstance(event.action, Upkeep) and event.action.op in _ON_LINK and event.end > event.start:
+                length, free = event.end - max(event.start, free), event.end
+                if event.action.op == op and length > 0:
+                    times[event.action.stage].append(length)
+    if not times:
+        return planned
+    seen = {stage: statistics.median(values) for stage, values in times.items()}
+    usual = statistics.median(seen.values())
+    ratios = [time / expected[stage] for stage, time in seen.items() if expected[stage]]
+    rest = [time * statistics.median(ratios) if time and ratios else usual for time in expected]
+    return [seen.get(stage, rest[stage]) for stage in range(len(expected))]
 
 
 def _gaps(run: Timeline) -> Iterator[tuple[float, bool]]:

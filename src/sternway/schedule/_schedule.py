@@ -136,6 +136,12 @@ class Schedule:
         moves = (step for step in self.actions[rank] if isinstance(step, Upkeep) and step.op == "OFFLOAD")
         return frozenset((step.stage, step.microbatch) for step in moves if step.microbatch is not None)
 
+    @property
+    def gathered(self) -> frozenset[int]:
+        """The stages that are gathered: those whose parameters are sharded."""
+        upkeep = (step for steps in self.actions for step in steps if isinstance(step, Upkeep))
+        return frozenset(step.stage for step in upkeep if step.op == "UNSHARD")
+
     def runs_again(self, step: Action | Overlap | Upkeep) -> bool:
         """Return whether a step runs a forward again: I or B of a stage that is recomputed."""
         return any(action.is_backward and action.stage in self.recompute for action in step.actions)

@@ -18,7 +18,9 @@ from sternway.schedule._action import MOVES, Step, Upkeep
 from sternway.schedule._schedule import Schedule
 
 
-def sharded(schedule: Schedule, *, stages: Collection[int] | None = None, gathered: int | None = None) -> Schedule:
+def sharded(
+    schedule: Schedule, *, stages: Collection[int] | None = None, gathered: int | Sequence[int] | None = None
+) -> Schedule:
     """Return the schedule with UNSHARD, RESHARD and REDUCE_GRAD of its sharded stages.
 
     Example:
@@ -30,22 +32,30 @@ def sharded(schedule: Schedule, *, stages: Collection[int] | None = None, gather
     Args:
         schedule: the schedule; what upkeep it has is replaced.
         stages: the stages that are sharded; all by default.
-        gathered: how many stages a rank keeps gathered at once; all by default. A step that runs two stages at once has
-            both. With fewer, a stage is gathered again each time that its turn comes.
+        gathered: how many stages a rank keeps gathered at once; all by default. One number, or one for each rank. A
+            step that runs two stages at once has both. With fewer, a stage is gathered again each time that its turn
+            comes.
 
     Raises:
-        ScheduleError: ``gathered`` is no number from 1 on.
+        ScheduleError: ``gathered`` is no number from 1 on, nor one for each rank.
     """
     ScheduleError.unless(isinstance(schedule, Schedule), "sharded needs a Schedule", schedule, "make or read one")
+    held = set(range(schedule.num_stages)) if stages is None else set(stages)
+    most = max(1, len(held)) if gathered is None else gathered
+    rooms = list(most) if isinstance(most, Sequence) else [most] * schedule.ranks
     ScheduleError.unless(
-        gathered is None or (type(gathered) is int and gathered >= 1),
-        "gathered must be a number of stages from 1 on",
+        len(rooms) == schedule.ranks and all(type(room) is int and room >= 1 for room in rooms),
+        "gathered must be a number of stages from 1 on, or one for each rank",
         gathered,
         "pass 1 or more, or leave it out",
     )
-    held = set(range(schedule.num_stages)) if stages is None else set(stages)
-    rows = [tuple(_with_upkeep(without_shards(steps), held, gathered or len(held))) for steps in schedule.actions]
+    rows = (sharded_row(steps, held, room) for steps, room in zip(schedule.actions, rooms, strict=True))
     return replace(schedule, actions=tuple(rows))
+
+
+def sharded_row(steps: Sequence[Step], held: Collection[int], room: int) -> tuple[Step, ...]:
+    """Return the steps of a rank with the upkeep of these stages, of which there is room for so many at once."""
+    return tuple(_with_upkeep(without_shards(steps), set(held), room))
 
 
 def without_shards(steps: Sequence[Step]) -> list[Step]:

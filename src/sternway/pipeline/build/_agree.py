@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from sternway import schedule as schedules
 from sternway._bytes import show_bytes
 from sternway.errors import PipelineError
 from sternway.pipeline.build._checks import check_placement
@@ -20,7 +19,7 @@ from sternway.pipeline.step._tuner import Tuner
 from sternway.pipeline.transport._facts import checksum
 from sternway.pipeline.transport._transport import Transport
 from sternway.saved import Offload
-from sternway.schedule import Costs, Schedule, Upkeep
+from sternway.schedule import Costs, Schedule
 
 
 def agreed_plan(request: BuildRequest, transport: Transport) -> BuildPlan:
@@ -94,7 +93,6 @@ def make_tuner(
     """
     if request.schedule != "auto" or not transport.mine or request.ranks == 1:
         return None
-    held = {step.stage for row in first.actions for step in row if isinstance(step, Upkeep) and step.op == "UNSHARD"}
     everyone, costs = request.everyone, plan.costs
 
     def everywhere(mine: bool) -> Callable[[], bool]:
@@ -107,7 +105,7 @@ def make_tuner(
         plan.limit,
         None if plan.room is None else plan.room.fits,
         everywhere,
-        sharded=(lambda schedule: schedules.sharded(schedule, stages=held, gathered=gathered)) if held else None,
+        gathered=gathered,
         agree=None if everyone is None else lambda own: first_timeline(own, transport, everyone, costs),
     )
 

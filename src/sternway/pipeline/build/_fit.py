@@ -259,7 +259,12 @@ class _Problem:
         for count in sorted({plan.num_stages for plan in plans}):
             if count > len(self._costs):
                 continue
-            weights = self._weights(self.layout.balanced(self._costs, count))
+            try:
+                weights = self._weights(self.layout.balanced(self._costs, count))
+            except PipelineError:
+                if recompute:  # blocks that cannot run again: as they are, they ran
+                    return
+                raise
             if not recompute:
                 self._ideal = sum(each.actions[op].flops for each in weights for op in ("F", "I", "W"))
             costs = Costs(**{op: [float(each.actions[op].flops) for each in weights] for op in "FIWB"})  # type: ignore[index,arg-type]

@@ -12,9 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from sternway import schedule as schedules
 from sternway.errors import PipelineError
+from sternway.pipeline.build._measure import agreed_costs, measure
 from sternway.pipeline.build._offload import agreed_rate, moves
 from sternway.pipeline.build._partition import Layout, lay_out, weights
-from sternway.pipeline.build._profile import Profile, profile
+from sternway.pipeline.build._profile import Profile
 from sternway.pipeline.build._rehearse import Rehearsal
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._room import Limit, Recompute, Room, cost_of, no_room, rooms
@@ -38,10 +39,13 @@ class PlanOption:
     costs: Costs
     limit: Limit
     room: Room | None = None
+    sharded: bool = False
+    gathered: int | None = None
 
     def cost(self) -> tuple[float, float]:
-        """The time of a step among others, and that of one alone."""
-        return cost_of(self.schedule, self.costs)
+        """The time of a step among others, and that of one alone; with the upkeep of sharded stages."""
+        plan = schedules.sharded(self.schedule, gathered=self.gathered) if self.sharded else self.schedule
+        return cost_of(plan, self.costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def draft_plans(request: BuildRequest, transport: Transport) -> Draft | None:
         return None
     model, counts, named = request.stages, _stage_counts(request), _named_cuts(request)
     layout = _agreed_layout(request, model, min(counts), named, transport)
-    measured = None if request.weights is not None else _measure(request, model, layout, transport)
+    measured = None if request.weights is not None else measure(request, model, layout, transport)
     if named is not None:
         ways = [layout.starts(named)]
     else:
@@ -72,10 +76,11 @@ def draft_plans(request: BuildRequest, transport: Transport) -> Draft | None:
         if request.memory is not None:  # stages of equal size may fit where those that take equally long do not
             even = (layout.balanced(weights(model, layout), count) for count in counts)
             ways += [way for way in even if way not in ways]
+    costs_of = agreed_costs(request, model, layout, ways, measured, transport)
     if request.memory is None:
-        return Draft(layout, measured, _agreed_options(request, ways, measured, [None] * len(ways), transport))
+        return Draft(layout, measured, _agreed_options(request, ways, costs_of, [None] * len(ways), transport))
     found = _agreed_rooms(request, model, layout, ways, transport)
-    options = _agreed_options(request, ways, measured, found, transport)
+    options = _agreed_options(request, ways, costs_of, found, transport)
     fitting = [option for option in options if option.room is not None and option.room.fits(option.schedule)]
     if not fitting:
         smallest = min(options, key=lambda option: option.room.peak(option.schedule) if option.room else 0)
@@ -204,36 +209,53 @@ def stages_here(request: BuildRequest, transport: Transport, schedule: Schedule)
 def _agreed_options(
     request: BuildRequest,
     ways: list[list[int]],
-    measured: Profile | None,
+    costs_of: Sequence[Costs],
     found: Sequence[Room | None],
     transport: Transport,
 ) -> list[PlanOption]:
     """For each way to cut, its schedule. For "auto" the first rank alone searches, which can take seconds."""
 
     def find() -> list[PlanOption]:
-        return [_option(request, starts, measured, room) for starts, room in zip(ways, found, strict=True)]
+        options = []
+        for starts, costs, room in zip(ways, costs_of, found, strict=True):
+            per_rank = max(1, len(starts) // request.ranks)
+            counted = _gathered_rooms(room, per_rank) if request.schedule == "auto" else [room]
+            options.append(min((_option(request, starts, costs, each, per_rank) for each in counted), key=_merit))
+        return options
 
     if request.schedule != "auto" or not transport.mine:
         return find()
     return transport.crew().from_first(find)
 
 
-def _option(request: BuildRequest, starts: list[int], measured: Profile | None, room: Room | None = None) -> PlanOption:
-    costs = measured.grouped(starts).costs if measured is not None else Costs()
+def _merit(option: PlanOption) -> tuple[bool, tuple[float, float]]:
+    """What is best of one way to cut: that it fits, then that it is fast."""
+    return option.room is not None and not option.room.fits(option.schedule), option.cost()
+
+
+def _gathered_rooms(room: Room | None, per_rank: int) -> list[Room | None]:
+    """The same room with all stages of a rank gathered, and with ever fewer; whatever the user wants, if anything."""
+    if room is None or room.shards is None or room.shards.gathered is not None:
+        return [room]
+    return [replace(room, shards=replace(room.shards, gathered=count)) for count in range(per_rank, 0, -1)]
+
+
+def _option(request: BuildRequest, starts: list[int], costs: Costs, room: Room | None, per_rank: int) -> PlanOption:
+    unknown = costs == Costs()
     if room is not None:
         costs = room.costs(costs, request.ranks)
-        if measured is None:  # a link that is no faster than the ranks, in the units of these times
+        if unknown:  # a link that is no faster than the ranks, in the units of these times
             costs = replace(costs, offload=3.0)
-    per_rank = max(1, len(starts) // request.ranks)
+    gathered = request.gathered if room is None or room.shards is None else room.shards.gathered
     limit: Limit = limit_of(request, costs)
     if room is not None and request.schedule == "auto":
 
         def find(limit: Limit, recompute: Recompute) -> Schedule:
-            return schedule_of(request, costs, limit, recompute, per_rank)
+            return schedule_of(request, costs, limit, recompute, per_rank, gathered)
 
         plan, limit = room.best(find, limit_of(request, costs), costs)
     else:
-        plan = schedule_of(request, costs, limit, stages_per_rank=per_rank)
+        plan = schedule_of(request, costs, limit, stages_per_rank=per_rank, gathered=gathered)
         plan = plan if room is None or plan.num_stages != len(starts) else room.lightest(plan, costs)
     if plan.num_stages != len(starts):
         raise PipelineError(
@@ -241,7 +263,7 @@ def _option(request: BuildRequest, starts: list[int], measured: Profile | None, 
             got=f"{len(starts)} from cuts={request.cuts!r}",
             fix=f'pass {plan.num_stages - 1} cuts, or cuts="balanced"',
         )
-    return PlanOption(starts, plan, costs, limit, room)
+    return PlanOption(starts, plan, costs, limit, room, request.shard is not None and not plan.gathered, gathered)
 
 
 def _agreed_rooms(
@@ -269,8 +291,12 @@ def schedule_of(
     limit: Limit,
     recompute: Recompute = (),
     stages_per_rank: int = 1,
+    gathered: int | None = None,
 ) -> Schedule:
-    """The schedule that was passed, or made by its name; for "auto" the best that a search finds."""
+    """The schedule that was passed, or made by its name; for "auto" the best that a search finds.
+
+    Sharded stages are priced with their upkeep, which is not in the result: it is placed when they are sharded.
+    """
     wanted, ranks, microbatches = request.schedule, request.ranks, request.n_microbatches
     if isinstance(wanted, Schedule):
         return wanted
@@ -280,14 +306,18 @@ def schedule_of(
         )
     if wanted != "auto":
         return schedules.make(wanted, ranks=ranks, microbatches=microbatches)
-    return schedules.search(
+    sharded = request.shard is not None
+    found = schedules.search(
         costs,
         ranks=ranks,
         microbatches=microbatches,
         memory_limit=limit,
         stages_per_rank=stages_per_rank,
         recompute=recompute,
+        sharded=sharded,
+        gathered=gathered if sharded else None,
     )
+    return schedules.sharded(found, stages=()) if sharded else found
 
 
 def limit_of(request: BuildRequest, costs: Costs) -> float:
@@ -298,23 +328,3 @@ def limit_of(request: BuildRequest, costs: Costs) -> float:
         sum(each) if isinstance(each, Sequence) else each for each in (costs.memory_after_F, costs.memory_after_I)
     )
     return 2 * request.ranks * (max(1.0, after_i / after_f) if after_f else 1.0)
-
-
-def _measure(request: BuildRequest, model: nn.Module, layout: Layout, transport: Transport) -> Profile | None:
-    """What the first rank measured, on all ranks, so that all decide alike; None if it has no sample.
-
-    All ranks with a sample measure at the same time, as they will train: cores share caches and memory. Copies of the
-    pipeline take what the first one measured: they average stage after stage, in the order of one schedule.
-    """
-
-    def measure() -> Profile | None:
-        if request.sample is None:
-            return None
-        loss_fn = request.loss_fn if request.sample_target is not None else None
-        calls = layout.cut(model, range(len(layout.names))).parts()
-        found = profile(calls, request.sample, loss_fn=loss_fn, target=request.sample_target)
-        return replace(found, names=tuple(layout.names))
-
-    crew = transport.crew() if request.everyone is None else transport.crew_apart(request.everyone)
-    found = crew.share(Outcome(measure))[0].result()
-    return None if found is None else replace(found, comm=crew.share(transport.delay(max(found.sent_bytes)))[0])

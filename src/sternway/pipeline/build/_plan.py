@@ -36,6 +36,7 @@ class BuildPlan:
         cut: the whole model, cut; None if stages were passed one by one.
         limit: how many microbatches' activations another plan for "auto" may keep; one number, or one for each rank.
         room: the bytes of a rank, if they are limited.
+        gathered: how many sharded stages a rank keeps gathered; None for all.
     """
 
     modules: dict[int, nn.Module]
@@ -46,6 +47,7 @@ class BuildPlan:
     cut: CutModel | None = None
     limit: float | Sequence[float] = 0.0
     room: Room | None = None
+    gathered: int | None = None
 
     def peak_bytes(self) -> list[int] | None:
         """The most bytes of activations that each rank holds at once by this plan, if they were measured.
@@ -104,6 +106,7 @@ def _from_model(
         cut,
         best.limit,
         best.room,
+        best.gathered,
     )
 
 

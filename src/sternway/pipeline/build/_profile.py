@@ -18,7 +18,8 @@ from sternway._storage import storage_sizes
 from sternway._torch import require
 from sternway.errors import PipelineError
 from sternway.pipeline.build._partition import arguments_of, lay_out
-from sternway.pipeline.forward._record import sample_runs, untouched
+from sternway.pipeline.forward._record import sample_runs
+from sternway.pipeline.forward._untouched import untouched
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn, Stage
 from sternway.pipeline.transport._payload import Payload, pack

@@ -68,13 +68,16 @@ def rank_bytes(
     plan: Schedule, weights: Sequence[StageWeight], optimizer: float, shards: Shards | None = None
 ) -> tuple[RankBytes, ...]:
     """What each rank of a plan holds, if an optimizer keeps so many times the bytes that it trains."""
+    return tuple(bytes_of_rank(plan, rank, weights, optimizer, shards) for rank in range(plan.ranks))
+
+
+def bytes_of_rank(
+    plan: Schedule, rank: int, weights: Sequence[StageWeight], optimizer: float, shards: Shards | None = None
+) -> RankBytes:
+    """What one rank of a plan holds; of sharded stages with the plan's upkeep, if it has some."""
     shards = shards or Shards()
-    if shards.count > 1:
+    if shards.count > 1 and not plan.gathered:
         plan = sharded(plan, gathered=shards.gathered)
-    return tuple(_of_rank(plan, rank, weights, optimizer, shards) for rank in range(plan.ranks))
-
-
-def _of_rank(plan: Schedule, rank: int, weights: Sequence[StageWeight], optimizer: float, shards: Shards) -> RankBytes:
     mine = [weights[stage] for stage in plan.placement[rank]]
     held, whole, most = 0, _Gathered(shards, weights), (0, 0, 0)
     moved = plan.moved(rank)

@@ -20,7 +20,8 @@ from sternway._tree import replace_leaves
 from sternway.pipeline.build._partition import arguments_of
 from sternway.pipeline.build._profile import own_gradients, total_loss
 from sternway.pipeline.build._room import Room
-from sternway.pipeline.forward._record import sample_runs, untouched
+from sternway.pipeline.forward._record import sample_runs
+from sternway.pipeline.forward._untouched import untouched
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._random import own_random_numbers
 from sternway.pipeline.step._result import gather_timeline
@@ -85,14 +86,16 @@ class Rehearsal:
         self._count += 1
         here = [index for index, part in parts.items() if any(isinstance(each, FSDPModule) for each in part.modules())]
         held = {index for row in self._transport.crew().share(here) for index in row}
+        gathered = None if room is None or room.shards is None else room.shards.gathered
         with self._unchanged(parts):
-            first = self._run(parts, schedules.sharded(schedule, stages=held))
+            planned = schedules.sharded(schedule, stages=held, gathered=gathered)
+            first = self._run(parts, planned)
             measured = measured_costs(first, costs)
-            fits = None if room is None else room.fits
-            better = candidates(schedule, measured, memory_limit=memory_limit, count=1, fits=fits)[0]
+            fits = None if room is None else room.rank_fits
+            better = candidates(planned, measured, memory_limit=memory_limit, count=1, fits=fits, gathered=gathered)[0]
             if self._everyone is not None:
                 better = self._everyone.share(better)[0]
-            return min(first.span, self._run(parts, schedules.sharded(better, stages=held)).span)
+            return min(first.span, self._run(parts, better).span)
 
     def _run(self, parts: Mapping[int, nn.Module], schedule: Schedule) -> Timeline:
         last = schedule.num_stages - 1

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sternway.errors import PipelineError
+from sternway.pipeline.build._link import ShardLink
 from sternway.pipeline.build._rank_bytes import Shards
 from sternway.pipeline.build._shard_stage import ShardFn
 from sternway.pipeline.build._weights import Weights
@@ -38,6 +39,8 @@ class BuildRequest:
     shard: ShardFn | None = None
     shards: Shards | None = None  # what that makes of the parameters of stages
     tune: bool = True  # whether "auto" may change its plan later
+    gathered: int | None = None  # how many sharded stages a rank keeps gathered; if None, as many as fit
+    link: ShardLink | None = None  # what gathers and reduces them
     offload: Callable[[], Offload] | None = None  # makes what moves microbatches, if a plan may
     offload_rate: float | None = None  # bytes in a second; to be measured if it is None
 

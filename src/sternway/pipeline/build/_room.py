@@ -9,6 +9,7 @@ more, action by action.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -19,12 +20,12 @@ from sternway._torch.memory import without_memory
 from sternway._tree import replace_leaves
 from sternway.errors import PipelineError, ScheduleError
 from sternway.pipeline.build._partition import Layout, arguments_of
-from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, RankBytes, Shards, rank_bytes
+from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, RankBytes, Shards, bytes_of_rank, rank_bytes
 from sternway.pipeline.build._shadow import blank, own_or_total, recompute_blocks, shadow
 from sternway.pipeline.build._weigh import StageWeight, weigh
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn
-from sternway.schedule import Costs, Schedule, fuse, make, names, offloaded
+from sternway.schedule import Costs, Schedule, fuse, make, names, offloaded, sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,21 @@ class Room:
 
     def ranks(self, plan: Schedule) -> tuple[RankBytes, ...]:
         """What each rank holds under a plan when it holds most."""
-        chosen = [
+        return rank_bytes(plan, self._chosen(plan), self.optimizer, self.shards)
+
+    def _chosen(self, plan: Schedule) -> list[StageWeight]:
+        return [
             self.again[stage] if self.again is not None and stage in plan.recompute else weight
             for stage, weight in enumerate(self.weights)
         ]
-        return rank_bytes(plan, chosen, self.optimizer, self.shards)
+
+    def rank_fits(self, plan: Schedule, rank: int) -> bool:
+        """Whether one rank holds no more than it has."""
+        return bytes_of_rank(plan, rank, self._chosen(plan), self.optimizer, self.shards).total <= self.limit
+
+    def upkept(self, plan: Schedule) -> Schedule:
+        """A plan with the upkeep that is counted."""
+        return plan if self.shards is None else sharded(plan, gathered=self.shards.gathered)
 
     def peak(self, plan: Schedule) -> int:
         """The most bytes on any rank."""
@@ -129,7 +140,9 @@ class Room:
     def _best(self, plans: Sequence[Schedule], costs: Costs) -> Schedule:
         """The fastest that stays within the bytes; if none does, the smallest."""
         fitting = [plan for plan in plans if self.fits(plan)]
-        return min(fitting, key=lambda plan: cost_of(plan, costs)) if fitting else min(plans, key=self.peak)
+        return (
+            min(fitting, key=lambda plan: cost_of(self.upkept(plan), costs)) if fitting else min(plans, key=self.peak)
+        )
 
     def moved(self, plans: Iterable[Schedule], costs: Costs) -> Iterator[Schedule]:
         """These plans with as many microbatches offloaded as make them fit; if that is not enough, with all."""
@@ -216,7 +229,9 @@ def rooms(
             return [weigh(layout.cut(made, way).parts(), microbatch, loss) for way in ways]
 
         plain = weighed()
-        again = weighed() if recompute_blocks(made, layout, randomly=False) else [None] * len(plain)
+        again: Sequence[list[StageWeight] | None] = [None] * len(plain)
+        with suppress(PipelineError):  # from blocks that cannot run again, since as they are they ran
+            again = weighed() if recompute_blocks(made, layout, randomly=False) else again
     return [Room(limit, *both, shards, rate) for both in zip(plain, again, strict=True)]
 
 

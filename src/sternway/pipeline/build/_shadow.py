@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from sternway.errors import PipelineError
 from sternway.pipeline.build._partition import Layout
 from sternway.pipeline.build._profile import total_loss
+from sternway.pipeline.step._again import RecomputedForward
 
 
 def own_or_total(output: Any, target: Any) -> Tensor:
@@ -71,8 +70,7 @@ def recompute_blocks(
     repeated = [module for module in wanted.values() if kinds[type(module)] > 1]
     blocks = [block for block in repeated if not any(isinstance(module, STATEFUL) for module in block.modules())]
     for block in blocks:
-        again = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=randomly)
-        block.forward = again
+        block.forward = RecomputedForward(block, block.forward, randomly=randomly)
     return blocks
 
 
@@ -96,8 +94,7 @@ def recompute_stages(model: nn.Module, layout: Layout, starts: Sequence[int], st
 
 def _is_recomputed(model: nn.Module, name: str) -> bool:
     """Whether a piece is in an earlier stage, too, which is recomputed."""
-    own = vars(model.get_submodule(name)).get("forward")
-    return isinstance(own, functools.partial) and own.func is checkpoint
+    return isinstance(vars(model.get_submodule(name)).get("forward"), RecomputedForward)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from sternway._bytes import show_bytes
 from sternway._storage import storage_bytes
 from sternway._torch.sharded import local_part
 from sternway.errors import PipelineError
+from sternway.pipeline.build._link import ShardLink
 from sternway.pipeline.build._plan import BuildPlan
 from sternway.pipeline.build._rank_bytes import Shards
 from sternway.pipeline.build._shard_stage import ShardFn, shard_stages_of
@@ -37,6 +38,13 @@ def counted_shards(
             fix="name the dimension so, or leave memory= out",
         )
     return Shards(len(mesh.along(["dp_shard"])), gathered)
+
+
+def shard_link(shard: ShardFn | None, mesh: PipelineMesh | None) -> ShardLink | None:
+    """What will gather and reduce the stages; None if it is not known."""
+    if shard is None or mesh is None or "dp_shard" not in mesh.names or len(mesh.along(["dp_shard"])) == 1:
+        return None
+    return ShardLink(mesh.group("dp_shard"))
 
 
 def shard_stages(plan: BuildPlan, shard: ShardFn | None, mesh: PipelineMesh | None, transport: Transport) -> None:

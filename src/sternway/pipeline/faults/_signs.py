@@ -123,6 +123,16 @@ class SignsOfLife:
         """The loss that a rank told of, if any."""
         return LostRank.from_json(self._store.get("error").decode()) if self._store.check(["error"]) else None
 
+    def write_ends(self, addresses: list[str]) -> None:
+        """Write this rank's side of its connections, by which others find those that lead to it."""
+        self._store.set(f"ends/{self._rank}", json.dumps(addresses))
+
+    def ends(self) -> set[str]:
+        """What the other ranks wrote of theirs."""
+        keys = [f"ends/{rank}" for rank in range(self._ranks) if rank != self._rank]
+        found = (self._store.get(key).decode() for key in keys if self._store.check([key]))
+        return {address for text in found for address in json.loads(text)}
+
     def confirm(self) -> None:
         """Say that this rank knows of the loss."""
         self._store.set(f"heard/{self._rank}", "")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
+from typing import Any
 
 FOLDER = "/proc/self/fd"
 
@@ -58,6 +59,21 @@ def cut(sockets: Sockets, spared_port: int | None = None) -> None:
     for _, connection in _connections(sockets, spared_port):
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
+
+
+def ends(sockets: Sockets, spared_port: int | None = None) -> list[str]:
+    """This side of these connections, as addresses; except those from or to ``spared_port``."""
+    return [_address(connection.getsockname()) for _, connection in _connections(sockets, spared_port)]
+
+
+def leading_to(addresses: Collection[str], sockets: Sockets) -> Sockets:
+    """Those of these sockets whose other end is one of these addresses."""
+    found = _connections(sockets, None)
+    return frozenset(entry for entry, connection in found if _address(connection.getpeername()) in addresses)
+
+
+def _address(end: Any) -> str:
+    return f"{end[0]} {end[1]}" if isinstance(end, tuple) else str(end)  # of a Unix socket, a path
 
 
 def _connections(sockets: Sockets, spared_port: int | None) -> Iterator[tuple[tuple[int, str], socket.socket]]:

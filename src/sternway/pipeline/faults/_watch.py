@@ -6,6 +6,10 @@ that writes a sign of life into the store and reads those of others (``_signs.py
 closed. Whoever finds a rank lost, or fails itself, writes that into the store; all others read it there, cut their own
 connections and abort their communicators, which wakes their main threads and their GPUs.
 
+A main thread may also wait in a group that is not the pipeline's: its stage is sharded, and a peer has failed. If it is
+still in its action some time after it was woken, all its connections to other ranks are cut. It finds them by the
+addresses of their other ends, which each rank writes into the store.
+
 One process holds the store, and that process may be the one that is lost. A second thread therefore looks at nothing
 but the clock, and notices when the first one gets no answer from the store. If the process that holds the store learns
 of a loss, it stays until the others know of it, too.
@@ -14,6 +18,7 @@ of a loss, it stays until the others know of it, too.
 from __future__ import annotations
 
 import atexit
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +30,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from sternway._torch import distributed
 from sternway.pipeline.faults._lost import LostRank, Position
 from sternway.pipeline.faults._signs import CLOSED, SignsOfLife
+
+_STUCK_SECONDS = 2.0  # after which a main thread that was woken, and is still in an action, waits in another group
 
 
 class Watch:
@@ -41,6 +48,8 @@ class Watch:
         holds_store: whether that is this process.
         wake: called once when a rank is lost, to wake the main thread.
         closed: whether a connection to another rank was closed.
+        ends: this side of all connections of this process.
+        free: cuts those that lead to any of some addresses, to wake a main thread that ``wake`` does not.
 
     Attributes:
         lost: the rank that was lost, or None.
@@ -58,6 +67,8 @@ class Watch:
         holds_store: bool,
         wake: Callable[[], None],
         closed: Callable[[], bool] = lambda: False,
+        ends: Callable[[], list[str]] = list,
+        free: Callable[[set[str]], None] = lambda addresses: None,
     ) -> None:
         self.lost: LostRank | None = None
         connection = distributed.own_connection(store, max(1.0, heartbeat_timeout))
@@ -66,6 +77,8 @@ class Watch:
         self._rank, self._timeout, self._interval = rank, heartbeat_timeout, self._signs.interval
         self._holder, self._holds_store, self._wake, self._closed = holder, holds_store, wake, closed
         self._step_timeout, self._ended = step_timeout, False
+        self._ends, self._free, self._woken = ends, free, math.inf
+        self._others: set[str] = set()
         self._waits: Callable[[], float] = lambda: 0.0
         self._told: LostRank | None = None  # this rank's own failure
         self._answered = time.monotonic()
@@ -137,6 +150,8 @@ class Watch:
     # The threads
 
     def _beat(self) -> None:
+        with suppress(RuntimeError):  # the loop will see, too
+            self._signs.write_ends(self._ends())
         while not self._stop.is_set():
             try:
                 self._once()
@@ -158,6 +173,8 @@ class Watch:
     def _once(self) -> None:
         self._signs.write(self._position())
         if self.lost is None and (lost := self._news()) is not None:
+            self._signs.write_ends(self._ends())  # now with groups that were made meanwhile
+            self._others = self._signs.ends()  # later there may be no store
             self._decide(lost)
             self._signs.confirm()
 
@@ -184,9 +201,11 @@ class Watch:
     def _guard(self) -> None:
         while not self._stop.wait(self._interval):
             silent = time.monotonic() - self._answered
-            if silent > self._timeout:
+            if self.lost is None and silent > self._timeout:
                 what = f"the store, which {self._holder} holds, has not answered for {silent:.1f} s"
                 self._decide(LostRank(None, what))
+            if time.monotonic() - self._woken > _STUCK_SECONDS and self._position().action is not None:
+                self._free(self._others)
                 return
 
     def _decide(self, lost: LostRank) -> None:
@@ -197,3 +216,4 @@ class Watch:
         self._decided.set()
         if self._told is None:  # a rank that fails itself waits for nobody
             self._wake()
+            self._woken = time.monotonic()

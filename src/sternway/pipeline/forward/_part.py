@@ -16,9 +16,10 @@ from sternway.pipeline.forward._absent import like
 from sternway.pipeline.forward._flow import Call, Crossing, Flow
 from sternway.pipeline.forward._follow import Key
 from sternway.pipeline.forward._own_loss import LABELS, filled, find_rule, loss_of
-from sternway.pipeline.forward._record import names_of_kept, record, untouched
+from sternway.pipeline.forward._record import names_of_kept, record
 from sternway.pipeline.forward._shield import Shield
 from sternway.pipeline.forward._stage_run import Message, StageRun, StageTask, Trail
+from sternway.pipeline.forward._untouched import untouched
 from sternway.pipeline.transport._payload import pack
 
 SHARES = "sternway_shares"

@@ -16,7 +16,7 @@ from torch import nn
 from sternway._torch.modes import is_compiled
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._follow import intercepted
-from sternway.pipeline.forward._record import untouched
+from sternway.pipeline.forward._untouched import untouched
 
 
 class Outline:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sternway._torch.memory import rng_state, same_values
+from sternway._torch.memory import rng_state
 from sternway._torch.modes import uncompiled
 from sternway._torch.tensors import storage_id, version_of
 from sternway.errors import PipelineError
@@ -18,6 +18,7 @@ from sternway.pipeline.forward._absent import tensors_in
 from sternway.pipeline.forward._flow import Flow, Obstacle
 from sternway.pipeline.forward._follow import PIECE, Follower, Key, intercepted
 from sternway.pipeline.forward._names import FROM_PYTHON, RANDOM, function_name, user_line
+from sternway.pipeline.forward._untouched import untouched
 from sternway.pipeline.transport._payload import pack, unpack
 
 _OUTPUT = "return what other code needs, or pass the stages yourself, as {index: module}"
@@ -64,6 +65,7 @@ def _record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, 
     recorder = Recorder(model, pieces, tensors)
     with untouched(model), _as_if_training(model), uncompiled(), intercepted(pieces, recorder.call), recorder:
         result = model(*args, **kwargs)
+        recorder.note_replaced(model)
     recorder.finish(tensors_in(result))
     return recorder.flow
 
@@ -237,12 +239,18 @@ class Recorder(Follower):
     def _note_buffers(self, tensors: list[Tensor], before: list[int]) -> None:
         for tensor, version in zip(tensors, before, strict=True):
             if version_of(tensor) != version and id(tensor) in self._buffers:
-                self._forbid(
-                    f"code between the modules changes the buffer {self._buffers[id(tensor)]}, and every stage runs it",
-                    0,
-                    None,
-                    "change it inside a module",
-                )
+                self._forbid_buffer(self._buffers[id(tensor)])
+
+    def note_replaced(self, model: nn.Module) -> None:
+        """After the forward: look whether code between the pieces has put another tensor in the place of a buffer."""
+        now = dict(model.named_buffers(remove_duplicate=False))
+        for key, name in self._buffers.items():
+            if id(now.get(name)) != key:
+                self._forbid_buffer(name, f"another tensor there after the forward of {type(model).__name__}")
+
+    def _forbid_buffer(self, name: str, got: str | None = None) -> None:
+        what = f"code between the modules changes the buffer {name}, and every stage runs it"
+        self.flow.obstacles.append(Obstacle(what, 0, None, got or user_line(), "change it inside a module"))
 
     # Values
 
@@ -327,20 +335,3 @@ def names_of_kept(model: nn.Module, pieces: Mapping[str, nn.Module]) -> dict[int
         if id(buffer) in inside:
             names.setdefault(id(buffer), []).append(name)
     return names
-
-
-@contextmanager
-def untouched(*modules: nn.Module) -> Iterator[None]:
-    """A block after which buffers and random number generators are as they were before."""
-    tensors = [tensor for module in modules for tensor in [*module.parameters(), *module.buffers()]]
-    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}.values()
-    before = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in buffers]
-    with torch.random.fork_rng(devices=list({tensor.device for tensor in tensors if tensor.device.type == "cuda"})):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, version, value in before:
-                    # batch norm writes its statistics without counting up their version
-                    if version_of(buffer) != version or not same_values(buffer, value):
-                        buffer.copy_(value)

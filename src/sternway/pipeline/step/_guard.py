@@ -10,6 +10,8 @@ from sternway.errors import LostRankError, PipelineError, SternwayError
 from sternway.pipeline.faults._report import Progress, write_report
 from sternway.pipeline.transport._transport import Transport
 
+_GLOO = "gloo/transport"  # in the text of an error of gloo: the file that raised it
+
 
 class Guard:
     """Closes the pipeline after a failure, and leaves a report in the folder ``reports``."""
@@ -39,8 +41,21 @@ class Guard:
         except LostRankError:
             raise
         except BaseException as error:
-            self._fail(error)
+            lost = self._lost_peer(error)
+            self._fail(error if lost is None else lost)
+            if lost is not None:
+                raise lost from error
             raise
+
+    def _lost_peer(self, error: BaseException) -> LostRankError | None:
+        """The error about a lost rank, if that made an action fail: its stage is sharded, and computes with others."""
+        watch, cause = self._transport.watch, error.__cause__
+        if watch is None or not isinstance(cause, RuntimeError):
+            return None
+        if watch.lost is None and _GLOO not in str(cause):
+            return None
+        found = self._transport.explain(cause)
+        return found if isinstance(found, LostRankError) else None
 
     @contextmanager
     def other_ranks(self) -> Iterator[None]:

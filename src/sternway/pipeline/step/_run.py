@@ -108,23 +108,27 @@ def _run_action(step: RankStep, action: Action, arrived: dict[MessageKey, Payloa
 def _run_upkeep(step: RankStep, index: int, upkeep: Upkeep) -> None:
     """Gather, free or reduce what a stage has sharded, or move what a microbatch keeps.
 
-    Without a backward there is nothing to reduce, and nothing is kept.
+    Without a backward there is nothing to reduce, and nothing is kept. What goes on beside the host has a length if the
+    host waits for it.
     """
-    start = time.perf_counter()
+    start, place = time.perf_counter(), len(step.times)
     if step.stream_times is not None:
-        step.stream_times.mark()
-        step.stream_times.mark()
+        step.stream_times.mark(twice=True)
     stage = step.stages[upkeep.stage]
+
+    def noted(end: float) -> None:
+        step.times[place] = start, end
+
     try:
         if upkeep.microbatch is not None:
             if step.training and stage.movers is not None:
                 mover = stage.movers.of(upkeep.microbatch)
                 mover.put_away() if upkeep.op == "OFFLOAD" else mover.bring_back()
         elif stage.shards is not None and (step.training or upkeep.op != "REDUCE_GRAD"):
-            stage.shards.run(upkeep.op)
+            stage.shards.run(upkeep.op, noted)
     except Exception as error:
         raise _located(step, index, upkeep, error) from error
-    step.times.append((start, time.perf_counter()))
+    step.times.append((start, start if upkeep.op == "UNSHARD" else time.perf_counter()))
 
 
 def _located(step: RankStep, index: int, action: Action | Upkeep, error: Exception) -> PipelineError:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sternway._torch.amp import found_infinities
+from sternway._torch.amp import ShardScaler, found_infinities
 from sternway.errors import PipelineError
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(ShardScaler):
     """``torch.amp.GradScaler`` for a pipeline. Pass it to ``Pipeline(scaler=…)``, which scales the loss with it.
 
     Example:

@@ -11,7 +11,9 @@ At the end of the step ``finish`` makes the stream wait for the reductions. Outs
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -44,6 +46,12 @@ class StageShards:
         held = {id(parameter) for unit in self._units for parameter in unit.sharded()}
         self.names = frozenset(name for name, p in module.named_parameters() if id(p) in held)
         self.gathers = 0
+        sizes = [sum(p.numel() * p.element_size() for p in unit.sharded()) for unit in self._units]
+        self._before = {
+            unit: done / (sum(sizes) or 1) for unit, done in zip(self._units, accumulate(sizes), strict=True)
+        }
+        self._begun = 0.0
+        self._noted: Callable[[float], None] = lambda end: None
         for unit in self._units:
             unit.command(lambda: self._gathered, functools.partial(self._around, unit))
 
@@ -53,13 +61,20 @@ class StageShards:
         has_some = any(isinstance(each, FSDPModule) for each in module.modules())
         return cls(module, is_first, is_last) if has_some else None
 
-    def run(self, op: UpkeepOp) -> None:
-        """Do what a schedule says."""
-        {"UNSHARD": self.gather, "RESHARD": self.free, "REDUCE_GRAD": self.reduce}[op]()
+    def run(self, op: UpkeepOp, noted: Callable[[float], None]) -> None:
+        """Do what a schedule says; ``noted`` as in ``gather``."""
+        if op == "UNSHARD":
+            self.gather(noted)
+        else:
+            {"RESHARD": self.free, "REDUCE_GRAD": self.reduce}[op]()
 
-    def gather(self) -> None:
-        """Start to gather all parameters."""
-        self._gathered = True
+    def gather(self, noted: Callable[[float], None]) -> None:
+        """Start to gather all parameters.
+
+        ``noted`` is called with the time at which all have arrived, as far as it is seen: where the host waits for some
+        of them, these took their part of the time.
+        """
+        self._gathered, self._noted, self._begun = True, noted, time.perf_counter()
         self.gathers += 1
         for unit in self._units:
             unit.gather()
@@ -68,7 +83,12 @@ class StageShards:
         """Wait for the parameters; if not for all, for those of modules that are not called, which cannot wait."""
         for unit in self._units:
             if all_units or not unit.is_called:
-                unit.wait()
+                self._wait(unit)
+
+    def _wait(self, unit: FsdpUnit) -> None:
+        arrived = unit.wait()
+        if arrived is not None:
+            self._noted(self._begun + (arrived - self._begun) / (self._before[unit] or 1.0))
 
     def keep_grads(self) -> None:
         """After a W or B: add its gradients to those of earlier microbatches, in FSDP's ``reduce_dtype``."""
@@ -102,7 +122,7 @@ class StageShards:
 
     def _around(self, unit: FsdpUnit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A forward on gathered parameters, with the casts of FSDP's policy."""
-        unit.wait()
+        self._wait(unit)
         policy = unit.policy
         if policy.cast_forward_inputs and id(module) not in self._inside:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)

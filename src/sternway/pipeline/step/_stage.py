@@ -7,7 +7,6 @@ uses it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from sternway import split
 from sternway._torch.async_tensors import DROPPED, any_drops_gradient
@@ -25,6 +23,7 @@ from sternway._tree import leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import loss_of, no_shares
 from sternway.pipeline.forward._part import SHARES, ModelPart
+from sternway.pipeline.step._again import RecomputedForward
 from sternway.pipeline.step._captured import CapturedStage
 from sternway.pipeline.step._loss import LossFn, WeighedLoss, not_half
 from sternway.pipeline.step._microbatch import Microbatch
@@ -93,7 +92,7 @@ class Stage:
         self.captured = CapturedStage(index, module) if cuda_graphs else None
         self._call: Callable[..., Any] = self.captured or module
         if recompute:
-            self._call = functools.partial(_recomputed, self._call)
+            self._call = RecomputedForward(module, self._call)
         self.losses: dict[int, Tensor] = {}
         self.outputs: dict[int, Any] = {}
         self._graphs: dict[int, _Graph] = {}
@@ -290,13 +289,6 @@ def tensors_anyway(microbatch: Microbatch, received: dict[str, Payload]) -> list
     given = (microbatch.arguments, microbatch.keywords, microbatch.stage_kwargs, microbatch.target)
     tensors = [leaf for each in given for leaf in leaves(each) if isinstance(leaf, Tensor)]
     return [*tensors, *(tensor for _, arrived in received.values() for tensor in arrived)]
-
-
-def _recomputed(call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-    """Call a stage so that it keeps its inputs alone, and runs again in the backward."""
-    if not torch.is_grad_enabled():
-        return call(*arguments, **keywords)
-    return checkpoint(call, *arguments, use_reentrant=False, **keywords)
 
 
 def _changed_in_place(stage: int) -> PipelineError:

@@ -48,9 +48,9 @@ class StreamTimes:
         self._clock = clock
         self._events: list[torch.cuda.Event] = []
 
-    def mark(self) -> None:
-        """Note a start, or an end."""
-        self._events.append(self._clock.now())
+    def mark(self, twice: bool = False) -> None:
+        """Note a start, or an end; or both at once, of what goes on beside the stream."""
+        self._events += [self._clock.now()] * (2 if twice else 1)
 
     def read(self) -> Spans:
         """All spans, on the clock of the host. Waits until the GPU has come to the last of them."""

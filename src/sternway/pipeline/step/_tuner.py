@@ -21,7 +21,6 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from sternway import schedule as schedules
 from sternway.pipeline.step._beside import beside
 from sternway.schedule import Costs, Schedule, Timeline, candidates, measured_costs
 
@@ -76,9 +75,9 @@ class Tuner:
         costs: those that it was planned for.
         memory_limit: of every plan, in forwards of one microbatch through one rank's share.
         fits: whether a plan is allowed; all within the limit are by default.
+        gathered: how many of its sharded stages a rank keeps gathered; all by default.
         everywhere: whether something is true on all ranks, to be asked some steps later.
         begin: begins a search.
-        sharded: puts the upkeep of sharded stages into a plan; None if none is sharded.
         agree: makes the times of this pipeline those that all its copies decide by; None if there are no copies.
 
     Attributes:
@@ -96,10 +95,10 @@ class Tuner:
         fits: Callable[[Schedule], bool] | None = None,
         everywhere: Everywhere = lambda mine: lambda: mine,
         begin: Callable[[Search], Future[list[Schedule]]] = beside,
-        sharded: Callable[[Schedule], Schedule] | None = None,
+        gathered: int | None = None,
         agree: Callable[[Measured], Measured] | None = None,
     ) -> None:
-        self._sharded, self._agree = sharded, agree
+        self._gathered, self._agree = gathered, agree
         self.schedule, self.costs, self.plans = schedule, costs, list[TriedPlan]()
         self.stopped, self._kept, self._cause = False, schedule, "the first steps"
         self._everywhere, self._begin = everywhere, begin
@@ -117,7 +116,7 @@ class Tuner:
         self.stopped, self.schedule = True, self._kept
 
     def _tell(self) -> Generator[Schedule, Measured, None]:
-        calm, more = _CALM, 0 if self._sharded is None else _MORE
+        calm, more = _CALM, _MORE if self.schedule.gathered else 0
         yield self.schedule  # the first step of all loads kernels and allocates memory
         measured = yield self.schedule
         yield from self._wait()
@@ -136,15 +135,17 @@ class Tuner:
 
     def _search(self) -> Generator[Schedule, Measured, list[Schedule]]:
         """Run on until the searches of all ranks are done; they find the same. The best plan is the first."""
-        plan = self.schedule if self._sharded is None else schedules.sharded(self.schedule, stages=())
-        found = self._begin(functools.partial(candidates, plan, self.costs, memory_limit=self._limit, count=_MANY))
+        plan, limit = self.schedule, self._limit
+        gathered = self._gathered or max(map(len, plan.placement))
+        found = self._begin(
+            functools.partial(candidates, plan, self.costs, memory_limit=limit, count=_MANY, gathered=gathered)
+        )
         done = False
         while not done:
             all_done = self._everywhere(found.done())
             yield from self._wait()
             done = all_done()
-        plans = [each for each in found.result() if self._fits is None or each == plan or self._fits(each)]
-        return plans if self._sharded is None else [self._sharded(each) for each in plans]
+        return [each for each in found.result() if self._fits is None or each == plan or self._fits(each)]
 
     def _gains(self, plan: Schedule) -> bool:
         return plan.simulate(self.costs).period < (1 - _GAIN) * self.schedule.simulate(self.costs).period

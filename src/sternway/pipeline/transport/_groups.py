@@ -73,6 +73,8 @@ class ProcessGroups:
                 *_store_holder(),
                 self.wake,
                 self._peer_closed,
+                lambda: _sockets.ends(_sockets.opened(), self._store_port),
+                lambda addresses: _sockets.cut(_sockets.leading_to(addresses, _sockets.opened()), self._store_port),
             )
 
     def new(self, members: Sequence[int]) -> Any:

@@ -73,6 +73,10 @@ class PipelineMesh:
         index = tuple(slice(None) if name in dims else at for name, at in zip(self.names, place, strict=True))
         return [int(rank) for rank in self._mesh.mesh[index].flatten().tolist()]
 
+    def group(self, dim: str) -> Any:
+        """The process group of the processes that differ from this one along a dimension, and its own."""
+        return self._mesh.get_group(dim)
+
     @property
     def is_first(self) -> bool:
         """Whether this process comes first among its peers."""

@@ -1,6 +1,6 @@
 """The few plans that are worth a trial: those that a simulation ranks first, among the orders of one placement."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from sternway.errors import ScheduleError
@@ -9,7 +9,8 @@ from sternway.schedule._offload import without_moves
 from sternway.schedule._schedule import Schedule
 from sternway.schedule.named._make import make, names
 from sternway.schedule.search._fuse import fuse
-from sternway.schedule.search._problem import Limit, within
+from sternway.schedule.search._gathered import RankFits, gathered_within, step_time, within_limit
+from sternway.schedule.search._problem import Limit
 from sternway.schedule.search._search import moved_within, search
 
 
@@ -19,13 +20,14 @@ def candidates(
     *,
     memory_limit: Limit,
     count: int,
-    fits: Callable[[Schedule], bool] | None = None,
+    fits: RankFits | None = None,
+    gathered: int | None = None,
 ) -> list[Schedule]:
     """Return the best plans for these costs whose stages are where they are now, and recompute the same; best first.
 
     They are the result of a search, the named schedules and these with I and W joined where that helps, of which
     those that stay within the limit are ranked by the time of a step among others. The running schedule takes part. If
-    it offloads microbatches, others may.
+    it has sharded stages, all plans have their upkeep; if it offloads microbatches, others may.
 
     Example:
         >>> from sternway import schedule
@@ -39,21 +41,33 @@ def candidates(
         memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share; one number, or one
             for each rank.
         count: how many.
-        fits: whether a plan is allowed; all within the limit are by default. The running one always takes part.
+        fits: whether a rank of a plan, given by its number, holds no more than it may; by default if it is within the
+            limit. The running plan always takes part.
+        gathered: how many of its sharded stages a rank keeps gathered; by default as many as fit.
     """
+    held, most = running.gathered, within_limit(costs, memory_limit)
+
+    def allowed(plan: Schedule, rank: int) -> bool:
+        return most(plan, rank) and (fits is None or fits(plan, rank))
+
     found: list[tuple[tuple[float, float], Schedule]] = []
-    for plan in _plans(running, costs, memory_limit):
-        timeline = plan.simulate(costs)
-        allowed = within(timeline, memory_limit) and (fits is None or fits(plan))
-        if allowed or plan is running:
-            found.append(((timeline.period, timeline.makespan), plan))
+    for plan in _plans(running, costs, memory_limit, held, gathered):
+        if held:
+            made = gathered_within(plan, held, gathered, allowed)
+        else:
+            made = plan if all(allowed(plan, rank) for rank in range(plan.ranks)) else None
+        if made is not None:
+            found.append((step_time(made.simulate(costs)), made))
+    found.append((step_time(running.simulate(costs)), running))
     unlike: dict[object, Schedule] = {}
     for _, plan in sorted(found, key=lambda each: each[0]):
         unlike.setdefault(plan.actions, plan)
     return list(unlike.values())[:count]
 
 
-def _plans(running: Schedule, costs: Costs, memory_limit: Limit) -> Iterator[Schedule]:
+def _plans(
+    running: Schedule, costs: Costs, memory_limit: Limit, held: frozenset[int], gathered: int | None
+) -> Iterator[Schedule]:
     ranks, microbatches, per_rank = running.ranks, running.n_microbatches, len(running.placement[0])
     moves = without_moves(running) is not running
     try:
@@ -65,6 +79,8 @@ def _plans(running: Schedule, costs: Costs, memory_limit: Limit) -> Iterator[Sch
             stages_per_rank=per_rank,
             recompute=running.recompute,
             offload=moves,
+            sharded=held or False,
+            gathered=gathered if held else None,
         )
     except ScheduleError:
         if not moves:
@@ -82,4 +98,3 @@ def _plans(running: Schedule, costs: Costs, memory_limit: Limit) -> Iterator[Sch
             yield fuse(named, costs)
             if moves:
                 yield from moved_within(named, costs, memory_limit)
-    yield running

@@ -16,11 +16,13 @@ from sternway.errors import ScheduleError
 from sternway.schedule._costs import EPSILON, Costs
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._timeline import Timeline
+from sternway.schedule._upkeep import sharded as add_upkeep
 from sternway.schedule.named._make import make, names
-from sternway.schedule.search._hunt import Progress, half_of
+from sternway.schedule.search._gathered import gathered_within, step_time, within_limit
+from sternway.schedule.search._hunt import Progress, part_of
 from sternway.schedule.search._lower_bound import bound, least_bound
 from sternway.schedule.search._problem import check_arguments, limit_of, resolve
-from sternway.schedule.search._search import moved_within, search
+from sternway.schedule.search._search import checked_shards, moved_within, search
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class Row:
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
     """All schedules under one memory limit: those that fit come first, the shortest span first; then the others.
+
+    Of sharded stages, the shortest period comes first.
 
     ``unmade`` has the name of each schedule that cannot be made or timed with these numbers, and the reason.
     """
@@ -180,6 +184,8 @@ def compare(
     memory: int | str | None = None,
     recompute: bool = False,
     offload: bool = False,
+    sharded: bool = False,
+    gathered: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare every named schedule and the searched ones under one memory limit.
@@ -201,6 +207,9 @@ def compare(
             recomputed, and a search chooses the stages.
         offload: whether microbatches may be moved to the host and back, for ``costs.offload`` each: those schedules
             that do not fit are listed with moves, too, and a search takes the shortest plan with or without.
+        sharded: whether all stages are sharded: schedules have upkeep, as in ``search``, and that with the shortest
+            period is best. The bound counts no gathering.
+        gathered: how many of its stages a rank keeps gathered at once; by default as many as fit.
         progress: called with (done, total) during the searches.
 
     Raises:
@@ -210,11 +219,28 @@ def compare(
     limit = limit_of(costs, memory_limit, memory)
     assert isinstance(limit, int | float)  # one for all ranks
     check_arguments(costs, ranks, microbatches, limit)
+    checked_shards(sharded, gathered, 0)
     rows, unmade = [], []
+    if sharded and offload:
+        raise ScheduleError("a comparison cannot both shard and offload stages", got="both", fix="leave one out")
+    searched = partial(
+        search,
+        costs,
+        ranks=ranks,
+        microbatches=microbatches,
+        memory_limit=limit,
+        recompute="auto" if recompute else (),
+        offload=offload,
+        sharded=sharded,
+        gathered=gathered,
+    )
     bound_within = math.inf if offload else limit
-    for name, build in _builders(costs, ranks, microbatches, limit, recompute, offload, progress):
+    for name, build in _builders(searched, ranks, microbatches, recompute, progress):
         try:
-            row = _measure(name, build(), costs, limit, bound_within, recompute)
+            plan = build()
+            if sharded:
+                plan = _with_upkeep(plan, costs, limit, gathered)
+            row = _measure(name, plan, costs, limit, bound_within, recompute)
             rows.append(row)
             if offload and not row.fits:
                 moved = moved_within(row.schedule, costs, limit)
@@ -222,20 +248,20 @@ def compare(
         except ScheduleError as error:
             unmade.append((name, str(error)))
             problem = error  # the searches come last, and their error says what would work
-    rows.sort(key=_order)
+    rows.sort(key=_priced_order if sharded else _order)
     if not rows or not rows[0].fits:
         raise problem
     return Comparison(costs, ranks, microbatches, limit, tuple(rows), tuple(unmade), recompute, offload)
 
 
+def _with_upkeep(plan: Schedule, costs: Costs, memory_limit: float, gathered: int | None) -> Schedule:
+    """Return a schedule with as much gathered as fits; if nothing does, with as little as can be."""
+    made = gathered_within(plan, range(plan.num_stages), gathered, within_limit(costs, memory_limit))
+    return made or add_upkeep(plan, gathered=gathered or 1)
+
+
 def _builders(
-    costs: Costs,
-    ranks: int,
-    microbatches: int,
-    memory_limit: float,
-    recompute: bool,
-    offload: bool,
-    progress: Progress | None,
+    searched: Callable[..., Schedule], ranks: int, microbatches: int, recompute: bool, progress: Progress | None
 ) -> Iterator[tuple[str, Callable[[], Schedule]]]:
     """Yield each schedule's name and how to make it."""
     for name in names():
@@ -243,17 +269,8 @@ def _builders(
         yield name, build
         if recompute:
             yield f"{name}, recomputed", partial(_recomputed, build)
-    searched = partial(
-        search,
-        costs,
-        ranks=ranks,
-        microbatches=microbatches,
-        memory_limit=memory_limit,
-        recompute="auto" if recompute else (),
-        offload=offload,
-    )
     for half, name in enumerate(("search", "search-v")):
-        yield name, partial(searched, stages_per_rank=half + 1, progress=half_of(progress, half))
+        yield name, partial(searched, stages_per_rank=half + 1, progress=part_of(progress, half, 2))
 
 
 def _recomputed(build: Callable[[], Schedule]) -> Schedule:
@@ -281,6 +298,11 @@ def _measure(
 def _order(row: Row) -> tuple[bool, float, float]:
     """Return what to sort rows by; spans that differ by rounding only are equal."""
     return not row.fits, float(f"{row.timeline.span:.9g}"), row.makespan
+
+
+def _priced_order(row: Row) -> tuple[bool, tuple[float, float]]:
+    """Return what to sort rows of sharded stages by: a span begins after the first gathering."""
+    return not row.fits, step_time(row.timeline)
 
 
 def _cells(row: Row, within: Comparison) -> tuple[str, ...]:

@@ -42,11 +42,11 @@ _SMALL, _NODES = 100, 20_000
 """Problems of up to this many steps are solved by branch and bound, over at most this many partial plans."""
 
 
-def half_of(progress: Progress | None, half: int) -> Progress | None:
-    """Return a progress function for one of two searches, each of which is half of the whole."""
+def part_of(progress: Progress | None, number: int, count: int) -> Progress | None:
+    """Return a progress function for one of several searches, each of which is an equal part of the whole."""
     if progress is None:
         return None
-    return lambda done, total: progress(1000 * half + 1000 * done // total, 2000)
+    return lambda done, total: progress(1000 * number + 1000 * done // total, 1000 * count)
 
 
 def named(

@@ -21,7 +21,7 @@ from sternway.schedule._costs import EPSILON, Costs, Placement
 from sternway.schedule._schedule import Schedule
 from sternway.schedule.search._choices import Choice, choices
 from sternway.schedule.search._fuse import length
-from sternway.schedule.search._hunt import Progress, glance
+from sternway.schedule.search._hunt import Progress, glance, part_of
 from sternway.schedule.search._lower_bound import bound
 from sternway.schedule.search._problem import Limit, Problem, resolve
 
@@ -57,7 +57,7 @@ def best_choice(
     found: list[tuple[tuple[float, float], int, Schedule]] = []
     for number, choice in enumerate(order):
         if not found or least[choice] < min(found, key=_rank)[0][0] * (1 - EPSILON):
-            plan = find(choice, _part(progress, number, len(order)))
+            plan = find(choice, part_of(progress, number, len(order)))
             found.append((length(plan, costs), len(choice), plan))
     if progress is not None:
         progress(1, 1)
@@ -76,10 +76,3 @@ def _promising(order: list[Choice], least: dict[Choice, float], posed: Callable[
 def _rank(found: tuple[tuple[float, float], int, Schedule]) -> tuple[tuple[float, float], int]:
     """What is best: the shortest; among equals, the one that recomputes least."""
     return found[0], found[1]
-
-
-def _part(progress: Progress | None, number: int, total: int) -> Progress | None:
-    """Return a progress function for one of several searches."""
-    if progress is None:
-        return None
-    return lambda done, whole: progress(1000 * number + 1000 * done // whole, 1000 * total)

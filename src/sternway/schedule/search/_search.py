@@ -14,6 +14,7 @@ does not rule out.
 
 import math
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -25,7 +26,8 @@ from sternway.schedule._schedule import Schedule, checked_stages
 from sternway.schedule._simulate import simulate
 from sternway.schedule.named._make import names
 from sternway.schedule.search._fuse import fuse, length
-from sternway.schedule.search._hunt import Progress, half_of, named, solve
+from sternway.schedule.search._gathered import best_gathered, rest_of, too_small
+from sternway.schedule.search._hunt import Progress, named, part_of, solve
 from sternway.schedule.search._problem import Limit, check_arguments, limit_of, place, pose, within
 from sternway.schedule.search._recompute import best_choice
 from sternway.schedule.search._words import to_schedule
@@ -41,13 +43,15 @@ def search(
     stages_per_rank: int = 1,
     recompute: Collection[int] | Literal["auto"] = (),
     offload: bool = False,
+    sharded: Collection[int] | bool = False,
+    gathered: int | None = None,
     progress: Progress | None = None,
 ) -> Schedule:
     """Return the best schedule found for these costs that stays within the memory limit.
 
     The best schedule has the shortest ``Timeline.span``, the longest time of a rank from its first start to its last
     end; among equals, the shortest makespan. ``lower_bound`` with the same arguments says how much better any schedule
-    could be.
+    could be. Of sharded stages it has the shortest ``Timeline.period``.
 
     Example:
         >>> from sternway.schedule import Costs
@@ -68,22 +72,64 @@ def search(
             the fastest choice within the limit. ``costs.memory_input`` and ``costs.memory_again`` say what that needs.
         offload: whether microbatches may be moved to the host and back (``offloaded``), for ``costs.offload`` each; the
             shortest plan with or without it is returned. ``lower_bound`` does not hold for such plans.
+        sharded: the stages whose parameters are sharded, or True for all. Plans are compared with their upkeep in place
+            (``schedule.sharded``), by ``costs.gather`` and ``costs.reduce``, and what is gathered counts as memory.
+        gathered: how many of its sharded stages a rank keeps gathered at once; by default as many as fit, which may not
+            be the same on all ranks.
         progress: called with (done, total) during the search.
 
     Returns:
         A schedule of F, I and W, with B instead of I and W where ``costs.B`` makes that better, and in stages that are
-        recomputed.
+        recomputed; UNSHARD, REDUCE_GRAD and RESHARD where stages are sharded.
 
     Raises:
-        ScheduleError: a count is below 1, not even one microbatch fits in the limit, or per-stage costs are for another
-            number of stages.
+        ScheduleError: a count is below 1, not even one microbatch fits in the limit, per-stage costs are for another
+            number of stages, or stages are both sharded and offloaded.
     """
     limit = limit_of(costs, memory_limit, memory)
     check_arguments(costs, ranks, microbatches, limit, stages_per_rank)
-    find = partial(_plan, costs, ranks=ranks, microbatches=microbatches, limit=limit, stages_per_rank=stages_per_rank)
     placement = place(ranks, stages_per_rank)
-    everything = tuple(range(ranks * stages_per_rank))
-    uniform = [(), everything] if recompute == "auto" else [checked_stages("recompute", recompute, len(everything))]
+    held = checked_shards(sharded, gathered, ranks * stages_per_rank)
+    found = partial(
+        _found, costs, placement, microbatches, stages_per_rank=stages_per_rank, recompute=recompute, offload=offload
+    )
+    if not held:
+        return found(limit, progress)
+    if offload:
+        raise ScheduleError(
+            "a search cannot both shard and offload stages", got="sharded= and offload=True", fix="leave one out"
+        )
+    rests = rest_of(costs, placement, limit, held, gathered)
+    plans = [
+        plan
+        for same in _uniform(recompute, placement)
+        for plan in _named_within(costs, placement, microbatches, math.inf, same)
+    ]
+    for number, rest in enumerate(rests):
+        with suppress(ScheduleError):  # not even one microbatch beside what is gathered
+            plans.insert(number, found(rest, part_of(progress, number, len(rests))))
+    best = best_gathered(plans, costs, held, gathered, limit)
+    if best is None:
+        raise too_small(costs, placement, limit, held)
+    return best
+
+
+def _found(
+    costs: Costs,
+    placement: Placement,
+    microbatches: int,
+    limit: Limit,
+    progress: Progress | None,
+    *,
+    stages_per_rank: int,
+    recompute: Collection[int] | Literal["auto"],
+    offload: bool,
+) -> Schedule:
+    """Return the best schedule of stages that are not sharded."""
+    find = partial(
+        _plan, costs, ranks=len(placement), microbatches=microbatches, limit=limit, stages_per_rank=stages_per_rank
+    )
+    uniform = _uniform(recompute, placement)
     plans: list[Schedule] = []
     if offload:
         for same in uniform:
@@ -101,6 +147,25 @@ def search(
         if not plans:
             raise
     return plans[0] if len(plans) == 1 else _best(plans, costs)
+
+
+def _uniform(recompute: Collection[int] | Literal["auto"], placement: Placement) -> list[tuple[int, ...]]:
+    """Return what is recomputed in named schedules."""
+    count = sum(map(len, placement))
+    return [(), tuple(range(count))] if recompute == "auto" else [checked_stages("recompute", recompute, count)]
+
+
+def checked_shards(sharded: Collection[int] | bool, gathered: int | None, count: int) -> tuple[int, ...]:
+    """Return the sharded ones of so many stages, or raise ScheduleError."""
+    if sharded is False and gathered is not None:
+        raise ScheduleError("gathered is for sharded stages", got=f"gathered={gathered!r}", fix="pass sharded=True")
+    ScheduleError.unless(
+        gathered is None or (type(gathered) is int and gathered >= 1),
+        "gathered must be a number of stages from 1 on",
+        gathered,
+        "pass 1 or more, or leave it out",
+    )
+    return checked_stages("sharded", range(count) if sharded is True else () if sharded is False else sharded, count)
 
 
 def _plan(
@@ -128,10 +193,10 @@ def _plan(
     if costs.B is None and not recompute:
         return to_schedule(problem, solve(problem, progress), name)
     plans = _named_within(costs, problem.placement, microbatches, limit, recompute)
-    plans.append(to_schedule(problem, solve(problem, half_of(progress, 0)), name))
+    plans.append(to_schedule(problem, solve(problem, part_of(progress, 0, 2)), name))
     if costs.B is not None:
         each = posed(joined=True)
-        plans.append(to_schedule(each, solve(each, half_of(progress, 1)), name))
+        plans.append(to_schedule(each, solve(each, part_of(progress, 1, 2)), name))
     return _best(plans, costs)
 
 

@@ -1,0 +1,146 @@
+"""A forward that runs again in the backward, and finds then what it found the first time.
+
+A forward may change buffers: it counts its calls, follows a mean, or improves the vectors of a spectral norm. When it
+runs again they would change twice, and it would compute from other values. So it is given copies of what they were, and
+what it does to these is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sternway._torch.memory import same_values
+from sternway._torch.tensors import version_of
+from sternway._tree import leaves
+from sternway.errors import PipelineError
+
+_FIX = "leave its stage out of the schedule's recompute (with memory=, pass more), or change a copy"
+
+
+@final
+class RecomputedForward:
+    """Calls a module so that it keeps its inputs alone, and runs again in the backward.
+
+    Args:
+        module: whose buffers the call may change.
+        call: its forward.
+        randomly: whether random numbers are the same again, as dropout needs.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any], *, randomly: bool = True) -> None:
+        self._module, self._call, self._randomly = module, call, randomly
+        self._changing: dict[bool, frozenset[str]] = {}  # buffers that calls change, in training and in evaluation
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._call(*args, **kwargs)
+        if torch.compiler.is_compiling():  # the compiler keeps changes apart from what it computes again
+            return self._checkpoint(args, kwargs)
+        given = _tensors([args, kwargs])
+        versions = _versions(given)
+        mode = self._module.training
+        before = _Before(self._module, self._changing.get(mode), _tensors([*map(_container, args), kwargs]))
+        output = self._checkpoint(args, kwargs, lambda: (nullcontext(), before))
+        if versions != _versions(given):
+            raise PipelineError(
+                "what is recomputed cannot change in place what it is called with",
+                got=f"a {type(self._module).__name__} that does",
+                fix=_FIX,
+            )
+        before.keep_changed()
+        self._changing.setdefault(mode, frozenset(before.values))
+        return output
+
+    def _checkpoint(self, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Any = None) -> Any:
+        options = {} if contexts is None else {"context_fn": contexts}
+        return checkpoint(
+            self._call, *args, use_reentrant=False, preserve_rng_state=self._randomly, **options, **kwargs
+        )  # fmt: skip
+
+
+class _Before:
+    """The buffers of a module as they are before a call; entered, a block in which they are so again.
+
+    Args:
+        module: the module.
+        changing: the names of those that calls are known to change; None if that is not known yet.
+        held: what the call is given in containers and by name: checkpoints do not look whether that is changed later.
+
+    Attributes:
+        values: what those were that the call changes.
+    """
+
+    def __init__(self, module: nn.Module, changing: frozenset[str] | None, held: list[Tensor]) -> None:
+        self._module, self._held, self._versions = module, held, _versions(held)
+        buffers = _buffers(module)
+        self._found = {name: (buffer, version_of(buffer)) for name, buffer in buffers.items()}
+        self._now: dict[str, Tensor] = {}
+        wanted = buffers if changing is None else changing & buffers.keys()
+        self.values = _copies({name: buffers[name] for name in wanted})
+
+    def keep_changed(self) -> None:
+        """After the call: hold no more than what it has changed."""
+        after, kept = _buffers(self._module), dict[str, Tensor]()
+        for name, (buffer, version) in self._found.items():
+            is_written = version_of(buffer) != version
+            if name in self.values:  # batch norms write without counting
+                if is_written or after.get(name) is not buffer or not same_values(buffer, self.values[name]):
+                    kept[name] = self.values[name]
+            elif is_written:
+                raise PipelineError(
+                    "what is recomputed must change the same buffers in every call",
+                    got=f"a {type(self._module).__name__} that now changes {name}, and did not before",
+                    fix=_FIX,
+                )
+            elif after.get(name) is not buffer:  # another tensor took its place
+                kept[name] = buffer
+        self.values, self._found = kept, {}
+
+    def __enter__(self) -> None:
+        if self._versions != _versions(self._held):
+            raise PipelineError(
+                "what is recomputed must find its inputs as they were",
+                got=f"an input of a {type(self._module).__name__} that was changed in place since",
+                fix=_FIX,
+            )
+        self._now = _buffers(self._module)
+        _put(self._module, _copies(self.values))
+
+    def __exit__(self, *_: object) -> None:
+        _put(self._module, {name: self._now[name] for name in self.values if name in self._now})
+        self._now = {}
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    found = module.named_buffers(remove_duplicate=False)
+    return {name: buffer for name, buffer in found if not buffer.is_inference()}
+
+
+def _copies(values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A copy of each; of one that has several names, one."""
+    copies = {id(value): value.detach().clone() for value in values.values()}
+    return {name: copies[id(value)] for name, value in values.items()}
+
+
+def _put(module: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, value in values.items():
+        owner, _, last = name.rpartition(".")
+        setattr(module.get_submodule(owner), last, value)
+
+
+def _container(argument: Any) -> Any:
+    return None if isinstance(argument, Tensor) else argument
+
+
+def _tensors(tree: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    return [version_of(tensor) for tensor in tensors]

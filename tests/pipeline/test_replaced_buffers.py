@@ -1,0 +1,71 @@
+"""Forwards that put another tensor in the place of a buffer, as ``self.mean = 0.9 * self.mean + …`` does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from compare import assert_same_grads
+from sternway.errors import PipelineError
+from sternway.pipeline import LocalTransport, Pipeline
+
+
+class Fading(nn.Module):
+    """Multiplies by a buffer, which becomes another, and by an attribute that counts calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+        self.register_buffer("factor", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.linear(x) * self.factor / self.calls
+        self.factor = self.factor * 0.5
+        return y
+
+
+class Between(nn.Module):
+    """Does so in code between its modules, which every stage runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("factor", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.factor = self.factor * 0.5
+        return self.second(self.first(x) * self.factor)
+
+
+def build(model: nn.Module, sample: Tensor | None) -> Pipeline:
+    return Pipeline(
+        model, schedule="1f1b", n_microbatches=2, loss_fn=F.mse_loss, ranks=2, sample=sample, sample_target=sample,
+        transport=LocalTransport(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("with_sample", [True, False])
+def test_a_module_that_replaces_its_buffer(with_sample: bool) -> None:
+    """With a sample its runs remained in the buffer, and gradients were wrong; without one, the first step failed."""
+    model, x = nn.Sequential(Fading(), Fading()), torch.randn(4, 4)
+    alone = copy.deepcopy(model)
+    pipe = build(model, x[:2] if with_sample else None)
+    pipe.step(x, target=x)
+    for rows in x.chunk(2):
+        (F.mse_loss(alone(rows), rows) / 2).backward()
+    assert_same_grads(model, alone)
+    for mine, expected in zip(model, alone, strict=True):
+        assert torch.equal(mine.factor, expected.factor)
+        assert mine.calls == expected.calls == 2
+
+
+@pytest.mark.parametrize("with_sample", [True, False])
+def test_code_between_modules_cannot_replace_a_buffer(with_sample: bool) -> None:
+    x = torch.randn(4, 4)
+    with pytest.raises(PipelineError, match=r"code between the modules changes the buffer factor.*forward of Between"):
+        build(Between(), x[:2] if with_sample else None).step(x, target=x)
