@@ -6,6 +6,7 @@ import gc
 import json
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -24,10 +25,11 @@ from models import gpt
 from sternway import pipeline, schedule
 from sternway._torch.memory import OperationCounter
 from sternway.errors import ScheduleError
-from sternway.pipeline import Pipeline
-from sternway.schedule import Timeline, measured_costs
+from sternway.pipeline import Pipeline, Way
+from sternway.schedule import Schedule, Timeline, measured_costs
 
 WARM_UP = 2
+MOVED, SHARE = ("gpipe", "1f1b", "interleaved-1f1b"), 0.75  # which run within this share of their bytes, by offload
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,12 @@ class Bench:
         self._rank, self._case = rank, case
         self._together = dist.new_group(backend="gloo")
         self._x, self._target = case.batch()
+        self._moving: dict[str, Schedule] = {}  # schedules that offload microbatches
 
     def run(self) -> dict[str, Row]:
-        rows = {name: Row() for name in [*self._case.names(), *(["auto"] if self._case.times else [])]}
         predicted = self._predicted()
+        more = ["auto"] if self._case.times else list(self._moving)
+        rows = {name: Row() for name in [*self._case.names(), *more]}
         for number in range(self._case.rounds if self._case.times else 1):
             for name, row in rows.items():
                 with self._pipeline(name) as pipe:
@@ -122,14 +126,25 @@ class Bench:
     def _pipeline(self, name: str) -> Iterator[Pipeline]:
         case, (x, target) = self._case, self._case.batch(self._case.rows)
         known = {} if name != "auto" else {"sample": x, "sample_target": target}
-        pipe = Pipeline(case.model(), schedule=name, n_microbatches=case.microbatches, loss_fn=F.mse_loss, **known)
-        with closing(pipe):
-            for _ in range(WARM_UP):
-                pipe.step(self._x, target=self._target)
-            gc.collect()
-            gc.disable()
-            yield pipe
-            gc.enable()
+        with tempfile.TemporaryDirectory() as folder:
+            known |= {"offload_to": folder} if name in self._moving else {}
+            pipe = Pipeline(
+                case.model(),
+                schedule=self._moving.get(name, name),
+                n_microbatches=case.microbatches,
+                loss_fn=F.mse_loss,
+                **known,
+            )
+            with closing(pipe):
+                yield from self._warm(pipe)
+
+    def _warm(self, pipe: Pipeline) -> Iterator[Pipeline]:
+        for _ in range(WARM_UP):
+            pipe.step(self._x, target=self._target)
+        gc.collect()
+        gc.disable()
+        yield pipe
+        gc.enable()
 
     def _time(self, pipe: Pipeline, name: str, row: Row) -> None:
         if name == "auto":
@@ -168,19 +183,24 @@ class Bench:
         case, (x, target) = self._case, self._case.batch(self._case.rows)
         told: list[Any] = [None]
         if self._rank == 0:
-            found = pipeline.fit(
-                case.model(), x, ranks=case.ranks, n_microbatches=case.microbatches, loss_fn=F.mse_loss, target=target
-            )
-            told = [
-                {
-                    way.schedule.name: [each.activations + each.working for each in way.ranks]
-                    for way in found.ways
-                    if not way.recompute
-                }
-            ]
+
+            def fit(**options: Any) -> tuple[Way, ...]:
+                ranks, microbatches, loss_fn = case.ranks, case.microbatches, F.mse_loss
+                model, counts = case.model(), {"ranks": ranks, "n_microbatches": microbatches}
+                return pipeline.fit(
+                    model, x, **counts, loss_fn=loss_fn, target=target, optimizer="none", **options
+                ).ways
+
+            ways = [way for way in fit() if not way.recompute]
+            least = {way.schedule.name: way.peak for way in ways}
+            for name in MOVED if case.device == "cpu" and not case.times else ():
+                smaller = fit(schedule=name, memory=int(SHARE * least[name]))
+                ways += [way for way in smaller if way.moved and not way.recompute]
+            told = [ways]
         dist.broadcast_object_list(told, group=self._together)
-        predicted: dict[str, list[int]] = told[0]
-        return predicted
+        found: list[Way] = told[0]
+        self._moving = {way.schedule.name: way.schedule for way in found if way.moved}
+        return {way.schedule.name: [each.activations + each.working for each in way.ranks] for way in found}
 
     def _weigh(self, pipe: Pipeline, predicted: list[int], row: Row) -> None:
         mine = torch.tensor([self._held(pipe)])

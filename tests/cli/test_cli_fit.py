@@ -51,6 +51,19 @@ def test_what_does_not_fit_ends_with_1(program: Path) -> None:
     assert found["verdict"].startswith("It does not fit: the smallest way")
 
 
+def test_what_offload_would_change(program: Path) -> None:
+    _, text = run(f"{program}:build", "--schedule", "gpipe", "--json")
+    plain = next(way for way in json.loads(text)["ways"] if not way["recompute"])
+    assert plain["moved"] == 0
+    code, text = run(f"{program}:build", "--schedule", "gpipe", "--memory", str(plain["peak"] - 1), "--json")
+    ways = json.loads(text)["ways"]
+    (moved,) = [way for way in ways if way["moved"] and not way["recompute"]]
+    assert code == 0
+    assert moved["fits"]
+    assert moved["schedule"] == "gpipe-offloaded"
+    assert moved["peak"] < plain["peak"]
+
+
 def test_a_function_that_reads_values_is_an_error(program: Path) -> None:
     code, text = run(f"{program}:reads")
     assert code == 1

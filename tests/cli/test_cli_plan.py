@@ -80,6 +80,16 @@ def test_stages_that_may_be_recomputed():
     assert "recompute" not in json.loads(run("--ranks", 2, "--microbatches", 3, "--json").stdout)["schedule"]
 
 
+def test_microbatches_that_may_be_offloaded():
+    told = json.loads(run("--ranks", 2, "--microbatches", 3, "--memory", 1.1, "--offload", 0.1, "--json").stdout)
+    rows = {row["name"]: row["offloaded"] for row in told["rows"]}
+    assert rows["1f1b"] == [0, 0]
+    assert rows["1f1b, offloaded"][0] > 0
+    assert sum(rows[told["best"]]) > 0
+    assert told["verdict"].endswith("with unlimited memory")
+    assert any("OFFLOAD" in step for steps in told["schedule"]["actions"] for step in steps)
+
+
 def test_the_comparison_as_json_and_files(tmp_path):
     out = tmp_path / "new" / "plan"
     result = run("--ranks", 2, "--microbatches", 3, "--memory", 3, "--costs", "F=2,W=0.5", "--out", out, "--json")
@@ -89,7 +99,8 @@ def test_the_comparison_as_json_and_files(tmp_path):
     assert (told["ok"], told["best"], told["memory_limit"]) == (True, expected.best.name, 3)
     fields = ("name", "bubble_rate", "period", "makespan", "peak_memory", "peak_bytes", "fits")
     assert told["rows"] == [
-        {field: getattr(row, field) for field in fields} | {"gap": row.gap if row.fits else None, "recompute": []}
+        {field: getattr(row, field) for field in fields}
+        | {"gap": row.gap if row.fits else None, "recompute": [], "offloaded": [0, 0]}
         for row in expected.rows
     ]
     below = run("--ranks", 2, "--microbatches", 3, "--memory", 1, "--json")  # the bound of schedules that fit

@@ -154,6 +154,25 @@ def test_what_does_not_fit_says_what_is_lacking() -> None:
     assert "too large" in str(found)
 
 
+def test_what_offload_would_change_is_said() -> None:
+    def count(memory: int | None) -> pipeline.Fit:
+        x = sample()
+        return pipeline.fit(
+            model(), x, ranks=2, n_microbatches=6, schedule="1f1b", loss_fn=F.mse_loss, target=x, memory=memory
+        )
+
+    plain, again = count(None).ways
+    assert (plain.moved, again.moved) == (0, 0)
+    found = count(int(0.8 * plain.peak))
+    assert found.best is not None
+    assert (found.best.recompute, found.best.moved) == (True, 0)
+    (moved,) = (way for way in found.ways if way.moved and not way.recompute)
+    assert found.fits(moved)
+    assert moved.time == plain.time  # of a link that keeps up
+    assert "With offload, 1f1b-offloaded, moving " in found.verdict
+    assert "if the link keeps up" in found.verdict
+
+
 def test_a_large_model_takes_no_memory() -> None:
     """Over a billion parameters, in half precision."""
 

@@ -118,7 +118,7 @@ def test_dropout_is_the_same_when_blocks_are_computed_again() -> None:
 
 
 def test_what_cannot_fit_is_refused() -> None:
-    with pytest.raises(PipelineError, match=r"under gpipe: parameters .*, activations"):
+    with pytest.raises(PipelineError, match=r"under gpipe, recomputing blocks: parameters .*, activations"):
         build(int(0.27 * needed("gpipe")), "gpipe", ranks=2, transport=LocalTransport())
     with pytest.raises(PipelineError, match="memory needs a whole model"):
         Pipeline({0: nn.Linear(2, 2)}, ranks=1, n_microbatches=1, memory="1GB", transport=LocalTransport())

@@ -130,6 +130,31 @@ def test_what_cannot_run_twice_is_refused() -> None:
         )  # fmt: skip
 
 
+class Twice(nn.Module):
+    """Two stages of the same blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = gpt(DIM, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return x
+
+
+def test_blocks_that_two_recomputed_stages_share() -> None:
+    model, alone, x = Twice(), Twice(), batch(8)
+    pipe = Pipeline(model, schedule=recomputed("1f1b", 0, 1), loss_fn=F.mse_loss, ranks=2, transport=LocalTransport(),
+        sample=x[:2],
+    )  # fmt: skip
+    pipe.step(x, target=x)
+    F.mse_loss(alone(x), x).backward()
+    assert_same_grads(model, alone)
+    assert all("forward" in vars(block) for block in model.blocks)
+
+
 def plans() -> list[tuple[float, int, Schedule, list[str]]]:
     """For 100%, 60% and 40% of the bytes of 1F1B: the bytes, the best plan, and the cuts of its model.
 

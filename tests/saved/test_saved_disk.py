@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -265,3 +266,56 @@ def test_a_wait_for_the_disk_is_counted(tmp_path: Path) -> None:
     assert report.stall_seconds == waits
     y.backward()
     assert report.stall_seconds == waits + 1  # for the read
+
+
+def test_a_policy_that_is_closed_has_no_threads_and_no_files(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    policy = saved.offload(to="disk", directory=tmp_path, min_bytes=0)
+    x = torch.randn(64, 64, requires_grad=True)
+    with policy:
+        y = x.sin().exp().sum()
+    policy.put_away()
+    (found,) = torch.autograd.grad(y, x, retain_graph=True)
+    (expected,) = torch.autograd.grad(x.sin().exp().sum(), x)
+    assert torch.equal(found, expected)
+    assert {each.name for each in set(threading.enumerate()) - before} >= {"sternway-write_0", "sternway-read_0"}
+    policy.close()
+    policy.close()
+    assert not set(threading.enumerate()) - before
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(SavedError, match="a saved tensor cannot be brought back, because its policy was closed"):
+        y.backward()
+    with pytest.raises(SavedError, match="a policy that was closed cannot be entered"), policy:
+        pass
+
+
+def test_what_is_spared_stays(tmp_path: Path) -> None:
+    policy = saved.offload(to="disk", directory=tmp_path, min_bytes=0)
+    rows = torch.randn(9, 4, 16)
+    layer = torch.nn.Linear(16, 16)
+    policy.spare([rows[0]])
+    with policy as report:
+        loss = layer(rows[3]).sum()
+    assert report.moved_bytes == 0
+    assert report.total.skipped["held anyway"] == rows.nbytes
+    loss.backward()
+    policy.spare([])
+    with policy as report:
+        loss = layer(rows[3]).sum()
+    assert report.moved_bytes == rows[3].nbytes
+    loss.backward()
+
+
+def test_a_folder_is_locked_when_others_see_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process that looked for orphans in between took the folder for one, and removed it."""
+    from sternway.saved.stores import _folder
+
+    def look(*_: object) -> None:
+        monkeypatch.undo()
+        assert _folder.remove_orphans(tmp_path) == []
+
+    monkeypatch.setattr(_folder.fcntl, "flock", look)
+    folder = _folder.DiskFolder(tmp_path)
+    assert (folder.open() / "lock").exists()
+    folder.close()
+    assert list(tmp_path.iterdir()) == []

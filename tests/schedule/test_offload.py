@@ -7,7 +7,8 @@ import pytest
 
 from sternway import schedule
 from sternway.errors import ScheduleError
-from sternway.schedule import Action, Costs, Upkeep, from_json, make, offloaded
+from sternway.schedule import Action, Costs, Upkeep, _offload, from_json, make, offloaded
+from sternway.schedule._memory import kept_by
 
 COSTS = Costs(F=1.0, I=1.0, W=1.0, comm=0.1, memory_after_I=0.2, offload=0.5)
 
@@ -111,6 +112,67 @@ def test_no_other_places_of_the_same_moves_are_shorter_in_a_tiny_case():
                 if timeline.peak_memory <= limit + 1e-9:
                     best = min(best, timeline.span)
     assert offloaded(plain, costs, memory_limit=limit).simulate(costs).span == pytest.approx(best)
+
+
+def test_what_stays_of_a_microbatch_counts():
+    costs = Costs(memory_offloaded=0.25)
+    s = read("0F0,0OFFLOAD0,0F1,0OFFLOAD1,0F2,0B2,0RELOAD1,0B1,0RELOAD0,0B0").check()
+    assert s.simulate(costs).peak_memory == 1.5
+    assert s.simulate(Costs()).peak_memory == 1.0
+    assert s.simulate(Costs(memory_offloaded=2.0)).peak_memory == 3.0  # more than there is stays: nothing is gained
+    plain = make("1f1b", ranks=4, microbatches=8)
+    for stays in (0.0, 0.25):
+        costs = Costs(offload=0.1, memory_offloaded=stays)
+        assert offloaded(plain, costs, memory_limit=2.5).simulate(costs).peak_memory <= 2.5
+    with pytest.raises(ScheduleError, match="1f1b cannot stay within the memory limit"):
+        offloaded(plain, Costs(memory_offloaded=0.5), memory_limit=1.5)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h2", "zb-v"])
+def test_the_smallest_that_a_schedule_can_be_is_named_and_made(name):
+    costs = Costs(offload=0.1, memory_after_I=0.2, memory_offloaded=0.1)
+    plain = make(name, ranks=3, microbatches=6)
+    least = offloaded(plain, costs, memory_limit=None).check().simulate(costs).peak_memory
+    assert least < plain.simulate(costs).peak_memory
+    assert offloaded(plain, costs, memory_limit=least).simulate(costs).peak_memory <= least + 1e-9
+    with pytest.raises(ScheduleError, match=rf"Fix: pass {least:g} or more, or recompute stages"):
+        offloaded(plain, costs, memory_limit=least - 0.01)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb-h2"])
+def test_as_few_are_moved_as_fit(name):
+    """No smaller number of those that wait longest fits, in any of the ways."""
+    steps = make(name, ranks=1, microbatches=8).actions[0]
+    for way, limit in itertools.product(_offload._WAYS, range(3, 9)):
+        waits, amounts = _offload._waits(steps), ([1.0], [0.5])
+        rows = [_offload._placed(steps, dict(waits[:count]), way) for count in range(len(waits) + 1)]
+        fitting = [row for row in rows if max(map(max, kept_by(row, *amounts))) <= limit]
+        assert _offload._fewest(steps, amounts, limit, way) == (fitting[0] if fitting else None)
+
+
+def test_a_comparison_lists_what_fits_with_moves():
+    costs = Costs(memory_input=0.1, offload=0.2)
+    found = schedule.compare(costs, ranks=2, microbatches=4, memory_limit=1.2, recompute=True, offload=True)
+    names = [row.name for row in found.rows]
+    assert "1f1b, offloaded" in names
+    assert "1f1b, recomputed" in names
+    assert moves(found.best.schedule)
+    assert all(row.fits for row in found.rows if row.name.endswith("offloaded"))
+    assert all(row.gap >= 0 for row in found.rows)
+    assert found.verdict.endswith("above anything possible with unlimited memory")
+    without = schedule.compare(costs, ranks=2, microbatches=4, memory_limit=1.2, recompute=True)
+    assert found.best.timeline.span <= without.best.timeline.span
+    assert not any(moves(row.schedule) for row in without.rows)
+
+
+def test_other_plans_for_one_that_moves_may_move():
+    costs = Costs(offload=0.1)
+    running = offloaded(make("gpipe", ranks=2, microbatches=4), costs, memory_limit=1.0)
+    found = schedule.candidates(running, costs, memory_limit=1.0, count=9)
+    assert len(found) > 1
+    assert all(moves(plan) and plan.check().simulate(costs).peak_memory <= 1.0 for plan in found)
+    alone = offloaded(make("gpipe", ranks=2, microbatches=4), costs, memory_limit=None)
+    assert schedule.candidates(alone, costs, memory_limit=0.5, count=9) == [alone]  # no other fits, which is no error
 
 
 @pytest.mark.parametrize("recompute", [(), "auto"])

@@ -131,6 +131,7 @@ def _as_dict(found: Fit) -> dict[str, Any]:
         return {
             "schedule": way.schedule.name,
             "recompute": way.recompute,
+            "moved": way.moved,
             "time": way.time,
             "peak": way.peak,
             "fits": found.fits(way),

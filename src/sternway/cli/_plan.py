@@ -2,6 +2,7 @@
 
 sternway plan --ranks 8 --microbatches 24 --costs F=18.5,I=18.1,W=9.3,comm=0.6 --memory 16 --out plan/
 sternway plan --ranks 8 --microbatches 24 --memory 40GB --activations 2GB --static 9GB
+sternway plan --ranks 8 --microbatches 24 --memory 4 --recompute 0.1 --offload 0.5
 sternway plan --check mine.csv --costs F=18.5,I=18.1,W=9.3
 """
 
@@ -62,6 +63,12 @@ def plan(
             "and the backward takes F longer. The search chooses the stages."
         ),
     ] = None,
+    offload: Annotated[
+        float | None,
+        typer.Option(
+            help="Microbatches may be moved to the host and back: so long takes one move of what F keeps on a rank."
+        ),
+    ] = None,
     check: Annotated[Path | None, typer.Option(help="Check and time this schedule (.csv or .json) instead.")] = None,
     out: Annotated[
         Path | None,
@@ -77,6 +84,7 @@ def plan(
                 activation_bytes=parse_bytes(activations or 0, "--activations", ScheduleError),
                 static_bytes=parse_bytes(static or 0, "--static", ScheduleError),
                 memory_input=recompute or 0.0,
+                offload=offload or 0.0,
             )
             limit = _limit(parsed, memory)
         if check is not None:
@@ -85,7 +93,16 @@ def plan(
             raise typer.BadParameter("give --ranks and --microbatches, or --check FILE")
         else:
             most = float(ranks) if limit is None else limit
-            result = _compare(parsed, ranks, microbatches, most, recompute is not None, out, quiet=as_json)
+            compare = partial(
+                schedule.compare,
+                parsed,
+                ranks=ranks,
+                microbatches=microbatches,
+                memory_limit=most,
+                recompute=recompute is not None,
+                offload=offload is not None,
+            )
+            result = _compare(compare, out, quiet=as_json)
     except SternwayError as error:
         if not as_json:
             raise
@@ -134,19 +151,10 @@ def _limit(costs: Costs, memory: str | None) -> float | None:
         return costs.limit_within(memory)
 
 
-def _compare(
-    costs: Costs, ranks: int, microbatches: int, limit: float, recompute: bool, out: Path | None, *, quiet: bool
-) -> dict[str, Any]:
+def _compare(compare: Callable[..., Comparison], out: Path | None, *, quiet: bool) -> dict[str, Any]:
     """Compare schedules, draw and write the best; return what ``--json`` prints."""
     with usage(), moving_bar(quiet, "searching") as bar:
-        comparison = schedule.compare(
-            costs,
-            ranks=ranks,
-            microbatches=microbatches,
-            memory_limit=limit,
-            recompute=recompute,
-            progress=lambda done, total: bar.update(done, total, "searching"),
-        )
+        comparison = compare(progress=lambda done, total: bar.update(done, total, "searching"))
     best = comparison.best
     files = _write(best.timeline, out, comparison.to_html)
     rows = [
@@ -160,6 +168,7 @@ def _compare(
             "gap": row.gap if row.fits else None,
             "fits": row.fits,
             "recompute": list(row.schedule.recompute),
+            "offloaded": [len(row.schedule.moved(rank)) for rank in range(comparison.ranks)],
         }
         for row in comparison.rows
     ]
@@ -170,9 +179,9 @@ def _compare(
             typer.echo(f"{name}: {reason}")
         _print_timeline(best.timeline, files)
     return {
-        "ranks": ranks,
-        "microbatches": microbatches,
-        "memory_limit": limit,
+        "ranks": comparison.ranks,
+        "microbatches": comparison.microbatches,
+        "memory_limit": comparison.memory_limit,
         "rows": rows,
         "unmade": dict(comparison.unmade),
         "best": best.name,

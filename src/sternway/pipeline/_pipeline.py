@@ -25,8 +25,8 @@ from sternway.pipeline.build._checks import (
     check_weights,
     checked_skips,
     is_sharded,
-    offload_policy,
 )
+from sternway.pipeline.build._offload import check_offload, given_rate, make_policies, moves
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._shard_stage import ShardFn
 from sternway.pipeline.build._sharding import counted_shards, shard_link, shard_stages, whole_state, with_upkeep
@@ -55,7 +55,6 @@ from sternway.pipeline.transport._place import devices_of
 from sternway.pipeline.transport._routes import Routes
 from sternway.pipeline.transport._shards import sharded_like
 from sternway.pipeline.transport._transport import Transport, device_of
-from sternway.saved import Offload
 from sternway.schedule import Costs, Schedule
 
 
@@ -85,8 +84,8 @@ class Pipeline:
             by default, of what I leaves if that is more.
         memory: what each rank has: bytes, or text such as "20GB". What a plan holds is counted as by ``fit``, AdamW's
             state included, and what ``shard`` shards as shards over "dp_shard". "auto" takes the fastest plan within
-            it, and recomputes the blocks of some stages if it must; a named schedule recomputes as few as it can. If
-            none fits, that is an error. Needs ``sample``.
+            it, and recomputes the blocks of some stages, or offloads some microbatches, if it must; so does a named
+            schedule. If none fits, that is an error. Needs ``sample``.
         ranks: the number of ranks; the transport's by default.
         transport: ``DistTransport()`` over all processes by default.
         tied: groups of names of parameters that are one parameter: gradients are summed, values kept equal.
@@ -102,8 +101,10 @@ class Pipeline:
         chunk: how inputs and targets are cut: ``Chunk(dim)``, ``Presplit()`` or ``Replicate()``.
         dynamic: the shapes of stages' outputs may change from step to step even if those of the batch do not.
         saved: a policy of ``sternway.saved`` for what the stages save in F, or a function from a stage's index to one.
-        offload_to: a folder on a disk for what a schedule with OFFLOAD moves; the host's memory by default, which a GPU
-            has beside its own.
+        offload_to: a folder on a disk for what is offloaded, by a schedule with OFFLOAD or to stay within ``memory``;
+            the host's memory by default, which a GPU has beside its own.
+        offload_rate: how many bytes can be moved there or back in a second, to choose a plan within ``memory``;
+            measured when the pipeline is built, unless given.
         scaler: scales the loss, for gradients in float16.
         reduce_dtype: sum the gradients of tied parameters and of copies in this dtype; in their own by default.
         heartbeat_timeout: a rank that gives no sign of life for so many seconds is lost; 0 to watch for none.
@@ -150,6 +151,7 @@ class Pipeline:
         dynamic: bool = False,
         saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None = None,
         offload_to: str | Path | None = None,
+        offload_rate: int | str | None = None,
         scaler: GradScaler | None = None,
         reduce_dtype: torch.dtype | None = None,
         heartbeat_timeout: float = 30,
@@ -176,10 +178,13 @@ class Pipeline:
         if not ranks:
             raise PipelineError("a pipeline in one process needs the number of ranks", got="none", fix="pass ranks=")
         self._everyone = None if grid is None else grid.everyone
+        offload = make_policies(offload_to, self.transport.device)
+        movable = offload if memory is not None and shard is None and not cuda_graphs else None
         request = BuildRequest(
             stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place,
             self._everyone, None if memory is None else parse_bytes(memory, "memory", PipelineError), shard,
             counted_shards(shard, grid, gathered, memory), tune, gathered, shard_link(shard, grid),
+            movable, given_rate(offload_rate, memory),
         )  # fmt: skip
         self._plan = agreed_plan(request, self.transport)
         gathered = gathered if self._plan.gathered is None else self._plan.gathered
@@ -190,13 +195,14 @@ class Pipeline:
             self._plan.cut.release(set(self._plan.modules))
         shard_stages(self._plan, shard, grid, self.transport)
         sharded = shard is not None or (mesh is not None and any(map(is_sharded, self._plan.modules.values())))
-        offload: list[Callable[[], Offload] | None] = []
         self.transport.crew().agree(
-            lambda: offload.append(
-                offload_policy(self._plan.schedule, offload_to, self.transport.device, cuda_graphs, sharded)
+            lambda: check_offload(
+                self._plan.schedule, offload_to, self.transport.device,
+                cuda_graphs=cuda_graphs, sharded=sharded, chosen=memory is not None,
             )
-        )
-        self.stages = make_stages(self._plan, loss_fn, saved, scaler, cuda_graphs, offload[0])
+        )  # fmt: skip
+        movers = offload if moves(self._plan.schedule) else None
+        self.stages = make_stages(self._plan, loss_fn, saved, scaler, cuda_graphs, movers)
         first = with_upkeep(self._plan.schedule, self.stages, grid, gathered, self.transport, cuda_graphs)
         self.profile = self._plan.profile
         ranks_here = self.transport.mine or tuple(range(ranks))
@@ -498,12 +504,16 @@ class Pipeline:
 
     def close(self) -> None:
         """Finish what is in progress, and destroy the process groups. The pipeline cannot be used afterwards."""
-        if not self._guard.closed:
-            self._runner.settle()
-            if self._saves is not None:
-                with self._guard.other_ranks():
-                    self._saves.finish()
-            self._guard.close()
+        try:
+            if not self._guard.closed:
+                self._runner.settle()
+                if self._saves is not None:
+                    with self._guard.other_ranks():
+                        self._saves.finish()
+                self._guard.close()
+        finally:
+            for stage in self.stages.values():
+                stage.close()
 
     def __repr__(self) -> str:
         now = replace(self._plan, schedule=self.schedule, costs=self.costs)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from sternway.errors import SavedError
 from sternway.saved._content import SavedBytes
 from sternway.saved._plan import OffloadPlan, Planner
 from sternway.saved._round import Round
@@ -191,6 +192,8 @@ class Offloader:
 
     def opened(self) -> None:
         """A ``with`` block begins."""
+        if self.store.closed:
+            raise SavedError("a policy that was closed cannot be entered", got="close() before", fix="make another")
         with self._working():
             if not self._open:
                 self.store.opened()

@@ -127,6 +127,8 @@ def _choose(stack: PolicyStack, tensor: Tensor, name: str) -> tuple[Offload | No
             reason = "incompressible"
         elif policy.is_there(tensor):
             reason = "already there"
+        elif policy.spares(tensor):
+            reason = "held anyway"
         else:
             offload = offload or policy
     return offload, compress, reason

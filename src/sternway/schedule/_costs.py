@@ -37,6 +37,7 @@ _PER_STAGE = (
     "memory_after_I",
     "memory_input",
     "memory_again",
+    "memory_offloaded",
     "memory_gathered",
 )
 
@@ -49,7 +50,8 @@ class StageCosts:
     """Costs for one placement: one number for each stage.
 
     ``keeps[s]`` is what F of stage s adds to its rank's memory, ``keeps_after_i[s]`` what I leaves of it, and
-    ``works[s]`` what I or B takes beyond ``keeps[s]`` while it runs: something if the stage is recomputed.
+    ``works[s]`` what I or B takes beyond ``keeps[s]`` while it runs: something if the stage is recomputed. ``away[s]``
+    is what a microbatch keeps on its rank while it is offloaded.
     """
 
     F: tuple[float, ...]
@@ -64,7 +66,13 @@ class StageCosts:
     reduce: tuple[float, ...] = ()
     gathered: tuple[float, ...] = ()
     offload: tuple[float, ...] = ()
+    away: tuple[float, ...] = ()
     overlap: tuple[float, ...] = ()
+
+    @property
+    def amounts(self) -> tuple[tuple[float, ...], ...]:
+        """All amounts of memory, in the order in which ``kept_steps`` takes them."""
+        return self.keeps, self.keeps_after_i, self.gathered, self.works, self.away
 
     def time(self, step: Step) -> float:
         """Return how long a rank computes at a step."""
@@ -143,6 +151,8 @@ class Costs:
         memory_input: what F of a recomputed stage keeps, in units; one number, or one for each stage.
         memory_again: what a recomputed stage takes while its backward runs, ``memory_input`` included; what F keeps
             otherwise, unless given. One number, or one for each stage.
+        memory_offloaded: what stays on the rank of a microbatch that is offloaded, in units; one number, or one for
+            each stage.
 
     Raises:
         ScheduleError: a cost is negative or not finite, or sequences have different lengths.
@@ -163,6 +173,7 @@ class Costs:
     memory_input: float | Sequence[float] = 0.0
     memory_again: float | Sequence[float] | None = None
     offload: float | Sequence[float] = 0.0
+    memory_offloaded: float | Sequence[float] = 0.0
     overlap: float | Sequence[float] = 1.0
 
     def __post_init__(self) -> None:
@@ -272,6 +283,7 @@ class Costs:
             reduce=resolve("reduce"),
             gathered=resolve("memory_gathered"),
             offload=resolve("offload"),
+            away=resolve("memory_offloaded"),
             overlap=resolve("overlap"),
         )
         if not recompute:

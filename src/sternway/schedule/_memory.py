@@ -2,8 +2,8 @@
 
 Each stage has its own amounts: what its F keeps until I, what I leaves until W, what a backward takes while it runs (a
 recomputed stage then has its activations again), and what its parameters take from UNSHARD to RESHARD. Between OFFLOAD
-and RELOAD a microbatch takes nothing. What F keeps counts from the start of F. What a backward frees counts until its
-end, so an overlapped pair has both at once.
+and RELOAD a microbatch takes only what stays of it. What F keeps counts from the start of F. What a backward frees
+counts until its end, so an overlapped pair has both at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,6 +13,7 @@ from sternway.schedule._action import MOVES, Upkeep
 from sternway.schedule._costs import Costs
 
 if TYPE_CHECKING:
+    from sternway.schedule._action import Step
     from sternway.schedule._schedule import Schedule
 
 _SIGN = {"UNSHARD": 1, "RESHARD": -1, "REDUCE_GRAD": 0, "OFFLOAD": -1, "RELOAD": 1}
@@ -29,7 +30,7 @@ def memory_steps(schedule: "Schedule", rank: int, costs: Costs) -> Iterator[tupl
         [(1.0, 1.0), (1.0, 0.5), (0.5, 0.0)]
     """
     each = costs.per_stage(schedule.placement, schedule.recompute, schedule.copies)
-    for during, after in kept_steps(schedule, rank, each.keeps, each.keeps_after_i, each.gathered, each.works):
+    for during, after in kept_steps(schedule, rank, *each.amounts):
         yield round(during, _DIGITS), round(after, _DIGITS)
 
 
@@ -46,17 +47,30 @@ def kept_steps(
     after_i: Sequence[float],
     gathered: Sequence[float] | None = None,
     works: Sequence[float] | None = None,
+    away: Sequence[float] | None = None,
 ) -> Iterator[tuple[float, float]]:
-    """``memory_steps`` in given amounts: what F of each stage keeps, what I leaves of it, what it takes gathered, and
-    what its backward takes beyond what F kept.
+    """``memory_steps`` in given amounts: what F of each stage keeps, what I leaves of it, what it takes gathered,
+    what its backward takes beyond what F kept, and what stays of what is offloaded.
 
     Example:
         >>> from sternway import schedule
         >>> list(kept_steps(schedule.from_csv("0F0,0B0"), 0, [300], [100]))
         [(300, 300), (300, 0)]
     """
+    yield from kept_by(schedule.actions[rank], after_f, after_i, gathered, works, away)
+
+
+def kept_by(
+    steps: "Sequence[Step]",
+    after_f: Sequence[float],
+    after_i: Sequence[float],
+    gathered: Sequence[float] | None = None,
+    works: Sequence[float] | None = None,
+    away: Sequence[float] | None = None,
+) -> Iterator[tuple[float, float]]:
+    """``kept_steps`` of steps that need not be a rank's of a schedule."""
     level: float = 0
-    for step in schedule.actions[rank]:
+    for step in steps:
         during = level
         for action in step.actions:
             whole, rest = after_f[action.stage], after_i[action.stage]
@@ -69,7 +83,10 @@ def kept_steps(
                 during += works[action.stage] if works is not None else 0
                 level += rest - whole if action.op == "I" else -whole
         if isinstance(step, Upkeep):
-            amount = after_f[step.stage] if step.op in MOVES else gathered[step.stage] if gathered is not None else 0
+            if step.op in MOVES:
+                amount = max(0, after_f[step.stage] - (away[step.stage] if away is not None else 0))
+            else:
+                amount = gathered[step.stage] if gathered is not None else 0
             level += _SIGN[step.op] * amount
             during = max(during, level)
         yield during, level

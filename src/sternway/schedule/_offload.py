@@ -10,16 +10,17 @@ memory falls faster than the share that is moved (PipeOffload, arXiv 2503.01328)
     back                   |--L0--|                  [3] it comes back one step before its backward
 
 How late [2] may be and how early [3] costs memory, and hides more of the time: a few ways are tried, and for each rank
-as few microbatches are moved as fit.
+as few microbatches are moved as fit. Among ways that take equally long, the one with the fewest moves is taken.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
 from sternway.errors import ScheduleError
 from sternway.schedule._action import MOVES, Action, Step, Upkeep
 from sternway.schedule._costs import EPSILON, Costs
-from sternway.schedule._memory import peak
+from sternway.schedule._memory import kept_by
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._simulate import simulate
 
@@ -27,7 +28,7 @@ _WAYS = ((1, 1), (0, 1), (-1, 1), (1, 0), (0, 0), (-1, 0))
 """How many F may run before it is gone, -1 for no step at all; and how many steps ahead it comes back."""
 
 
-def offloaded(schedule: Schedule, costs: Costs, *, memory_limit: float | Sequence[float]) -> Schedule:
+def offloaded(schedule: Schedule, costs: Costs, *, memory_limit: float | Sequence[float] | None) -> Schedule:
     """Return the schedule with OFFLOAD and RELOAD of as many microbatches as make it fit, in the way that takes least.
 
     Example:
@@ -44,32 +45,43 @@ def offloaded(schedule: Schedule, costs: Costs, *, memory_limit: float | Sequenc
     Args:
         schedule: the schedule; what it moves already is placed anew.
         costs: their ``offload`` is the time that a move takes.
-        memory_limit: what a rank may keep; one number, or one for each rank.
+        memory_limit: what a rank may keep; one number, or one for each rank. None to move all that can be, in the way
+            that keeps least.
 
     Raises:
         ScheduleError: it does not fit even if all that could be is moved.
     """
     ScheduleError.unless(isinstance(schedule, Schedule), "offloaded needs a Schedule", schedule, "make or read one")
     plain = without_moves(schedule)
+    if memory_limit is None:
+        return _smallest(plain, costs)
     limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * plain.ranks
     if len(limits) != plain.ranks:
         raise ScheduleError(
             "memory_limit must be one number, or one for each rank", got=repr(memory_limit), fix="pass one number"
         )
-    found: list[tuple[tuple[float, float], int, Schedule]] = []
+    amounts = costs.per_stage(plain.placement, plain.recompute, plain.copies).amounts
+    found: list[tuple[tuple[float, float, int], int, Schedule]] = []
     for way in _WAYS:
-        rows = [_fewest(plain, rank, costs, limit, way) for rank, limit in enumerate(limits)]
+        rows = [_fewest(steps, amounts, limit, way) for steps, limit in zip(plain.actions, limits, strict=True)]
         if all(row is not None for row in rows):
             made = replace(plain, actions=tuple(row for row in rows if row is not None))
             timeline = simulate(made, costs)
-            found.append(((timeline.span, timeline.makespan), len(found), made))
+            found.append(((timeline.span, timeline.makespan, sum(map(len, made.actions))), len(found), made))
     if not found:
         raise ScheduleError(
             f"{schedule.name} cannot stay within the memory limit, however much is offloaded",
             got=f"memory_limit={memory_limit!r}",
-            fix="pass a larger limit, or recompute stages",
+            fix=f"pass {simulate(_smallest(plain, costs), costs).peak_memory:g} or more, or recompute stages",
         )
     return min(found, key=lambda each: each[:2])[2]
+
+
+def _smallest(plain: Schedule, costs: Costs) -> Schedule:
+    """Return the schedule with all moves, in the way that keeps least on the fullest rank."""
+    rows = ([_placed(steps, dict(_waits(steps)), way) for steps in plain.actions] for way in _WAYS)
+    made = [replace(plain, actions=tuple(each)) for each in rows]
+    return min(made, key=lambda each: simulate(each, costs).peak_memory)
 
 
 def without_moves(schedule: Schedule) -> Schedule:
@@ -84,16 +96,19 @@ def _is_move(step: Step) -> bool:
     return isinstance(step, Upkeep) and step.op in MOVES
 
 
-def _fewest(plain: Schedule, rank: int, costs: Costs, limit: float, way: tuple[int, int]) -> tuple[Step, ...] | None:
-    """Return the rank's steps with the fewest moves that fit; None if all of them do not."""
-    steps = plain.actions[rank]
+def _fewest(
+    steps: Sequence[Step], amounts: Sequence[Sequence[float]], limit: float, way: tuple[int, int]
+) -> tuple[Step, ...] | None:
+    """Return a rank's steps with the fewest moves that fit; None if all of them do not."""
     waits = _waits(steps)
-    for count in range(len(waits) + 1):
+
+    def fits(count: int) -> bool:
         row = _placed(steps, dict(waits[:count]), way)
-        trial = replace(plain, actions=(*plain.actions[:rank], row, *plain.actions[rank + 1 :]))
-        if peak(trial, rank, costs) <= limit + EPSILON:
-            return row
-    return None
+        return max(map(max, kept_by(row, *amounts)), default=0.0) <= limit + EPSILON
+
+    # Each move frees something and takes nothing, so that all larger numbers fit, too.
+    count = bisect_left(range(len(waits) + 1), True, key=fits)
+    return _placed(steps, dict(waits[:count]), way) if count <= len(waits) else None
 
 
 def _waits(steps: Sequence[Step]) -> list[tuple[tuple[int, int], tuple[int, int]]]:

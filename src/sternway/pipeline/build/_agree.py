@@ -134,6 +134,9 @@ def describe(plan: BuildPlan, transport: Transport, nbytes: int) -> str:
         lines.append(f"  planned   {1e3 * timeline.makespan:.2f} ms, bubble {timeline.bubble_rate:.1%}{memory}")
     if plan.room is not None:
         again = f", blocks of {_stages(schedule.recompute)} computed again" if schedule.recompute else ""
+        counts = {rank: len(schedule.moved(rank)) for rank in range(schedule.ranks)}
+        away = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items() if count)
+        again += f", microbatches offloaded: {away}" if away else ""
         peak = show_bytes(plan.room.peak(schedule))
         lines.append(f"  memory    at most {peak} of {show_bytes(plan.room.limit)} on a rank, with AdamW{again}")
     return "\n".join(lines)

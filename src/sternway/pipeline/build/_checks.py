@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._routes import MAIN
 from sternway.pipeline.transport._transport import Transport
-from sternway.saved import Offload, offload
 from sternway.schedule import Costs, Schedule
 
 EPSILON = 1e-9  # rounding
@@ -174,36 +171,6 @@ def check_recompute(plan: BuildPlan, cuda_graphs: bool) -> None:
 def is_sharded(module: nn.Module) -> bool:
     """Whether ``fully_shard`` has sharded a part of a module."""
     return any(isinstance(each, FSDPModule) for each in module.modules())
-
-
-def offload_policy(
-    schedule: Schedule, to: str | Path | None, device: torch.device, cuda_graphs: bool, sharded: bool
-) -> Callable[[], Offload] | None:
-    """What makes the policies that move microbatches; None if the schedule moves none.
-
-    Raises:
-        PipelineError: if what it moves would not leave the device's memory, or cannot be moved.
-    """
-    if not any(schedule.moved(rank) for rank in range(schedule.ranks)):
-        if to is not None:
-            raise PipelineError(
-                "offload_to is for a schedule with OFFLOAD", got=schedule.name, fix="pass schedule.offloaded(…)"
-            )
-        return None
-    if cuda_graphs or sharded:
-        raise PipelineError(
-            "a schedule with OFFLOAD cannot have captured or sharded stages",
-            got="cuda_graphs=True" if cuda_graphs else "sharded stages",
-            fix="leave it out, or pass a schedule without OFFLOAD",
-        )
-    if device.type == "cpu" and to is None:
-        raise PipelineError(
-            "a schedule with OFFLOAD on the CPU needs a folder: its activations are in the host's memory already",
-            got="offload_to=None",
-            fix="pass offload_to=, a folder on a disk",
-        )
-    target: dict[str, Any] = {"to": "cpu"} if to is None else {"to": "disk", "directory": to}
-    return functools.partial(offload, budget=0, prefetch=0, min_bytes=0, **target)
 
 
 def check_placement(plan: BuildPlan, request: BuildRequest, transport: Transport) -> None:

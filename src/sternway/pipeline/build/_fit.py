@@ -7,6 +7,7 @@ most is reached while some action runs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from sternway.errors import PipelineError, ScheduleError, SternwayError
 from sternway.pipeline.build._partition import Layout, arguments_of, lay_out
 from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, RankBytes, Shards, rank_bytes
 from sternway.pipeline.build._request import check_copies
+from sternway.pipeline.build._room import Room
 from sternway.pipeline.build._shadow import blank, own_or_total, recompute_blocks, shadow
 from sternway.pipeline.build._weigh import StageWeight, weigh
 from sternway.pipeline.forward._record import sample_runs
@@ -40,12 +42,14 @@ class Way:
         recompute: whether repeated blocks run under activation checkpointing.
         ranks: what each rank holds.
         time: of a step, over that of the same work without idle time and without recomputation.
+        moved: the most bytes that a rank offloads in a step. ``time`` is then that of a link which keeps up.
     """
 
     schedule: Schedule
     recompute: bool
     ranks: tuple[RankBytes, ...]
     time: float
+    moved: int = 0
 
     @property
     def peak(self) -> int:
@@ -53,7 +57,8 @@ class Way:
         return max(rank.total for rank in self.ranks)
 
     def __str__(self) -> str:
-        return self.schedule.name + (", recomputing blocks" if self.recompute else "")
+        moves = f", moving {show_bytes(self.moved)} of a rank" if self.moved else ""
+        return self.schedule.name + moves + (", recomputing blocks" if self.recompute else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +77,8 @@ class Fit:
 
     @property
     def best(self) -> Way | None:
-        """The fastest way that fits; None if none does."""
-        return next((way for way in self.ways if self.fits(way)), None)
+        """The fastest way that fits; None if none does. One that offloads counts only if no other fits."""
+        return min((way for way in self.ways if self.fits(way)), key=lambda way: way.moved > 0, default=None)
 
     def fits(self, way: Way) -> bool:
         """Whether no rank needs more than there is."""
@@ -85,7 +90,7 @@ class Fit:
         best = self.best
         if best is not None:
             of = "" if self.limit is None else f" of {show_bytes(self.limit)}"
-            return f"It fits: {best} needs {show_bytes(best.peak)}{of} on the fullest rank."
+            return f"It fits: {best} needs {show_bytes(best.peak)}{of} on the fullest rank." + self._faster(best)
         smallest = min(self.ways, key=lambda way: way.peak)
         rank = max(smallest.ranks, key=lambda rank: rank.total)
         kinds = {name: getattr(rank, name) for name in KINDS}
@@ -95,6 +100,13 @@ class Fit:
             f"{show_bytes(self.limit or 0)}, most of it for {largest} ({show_bytes(kinds[largest])}). "
             + ("Use smaller microbatches." if largest in ("activations", "working") else "Use more ranks or shards.")
         )
+
+    def _faster(self, best: Way) -> str:
+        """What offloading would change, if that is faster."""
+        way = next((way for way in self.ways if way.moved and self.fits(way) and way.time < best.time), None)
+        if way is None or best.moved:
+            return ""
+        return f" With offload, {way} takes {way.time / best.time:.0%} of its time, if the link keeps up."
 
     def __repr__(self) -> str:
         rows = [("schedule", "fullest rank", "time", "")]
@@ -133,7 +145,8 @@ def fit(
             matter.
         ranks: the number of ranks.
         n_microbatches: how many microbatches a step has.
-        memory: what each rank has: bytes, or text such as "80GB".
+        memory: what each rank has: bytes, or text such as "80GB". Schedules that need more are also counted with as
+            many microbatches offloaded as make them fit.
         schedule: the name of a schedule; all are tried by default.
         loss_fn: the loss at the end; by default the model's own, or the sum of its output.
         target: the target of the loss.
@@ -171,7 +184,7 @@ def fit(
         arguments, keywords = arguments_of(replace_leaves(blank, sample))
         microbatch = Microbatch(arguments, keywords, target=0 if target is None else replace_leaves(blank, target))
         with sample_runs():
-            problem = _Problem(made, microbatch, loss_fn, OPTIMIZERS[optimizer], Shards(shards, gathered))
+            problem = _Problem(made, microbatch, loss_fn, OPTIMIZERS[optimizer], Shards(shards, gathered), limit)
             ways = [way for recompute in (False, True) for way in problem.ways(plans, recompute)]
         numbers = sum(parameter.numel() for parameter in made.parameters())
     if not ways:
@@ -222,10 +235,16 @@ class _Problem:
     """A model without memory, and one microbatch."""
 
     def __init__(
-        self, model: nn.Module, microbatch: Microbatch, loss_fn: LossFn | None, kept: float, shards: Shards
+        self,
+        model: nn.Module,
+        microbatch: Microbatch,
+        loss_fn: LossFn | None,
+        kept: float,
+        shards: Shards,
+        limit: int | None,
     ) -> None:
         self._model, self._microbatch, self._loss_fn = model, microbatch, loss_fn
-        self._kept, self._shards = kept, shards
+        self._kept, self._shards, self._limit = kept, shards, limit
         sample = microbatch.keywords or microbatch.arguments
         self.layout: Layout = lay_out(model, sample, wanted=2)
         self._costs = [
@@ -248,15 +267,28 @@ class _Problem:
                 raise
             if not recompute:
                 self._ideal = sum(each.actions[op].flops for each in weights for op in ("F", "I", "W"))
+            costs = Costs(**{op: [float(each.actions[op].flops) for each in weights] for op in "FIWB"})  # type: ignore[index,arg-type]
             for plan in plans:
                 if plan.num_stages == count:
-                    yield self._way(plan, weights, recompute)
+                    way = self._way(plan, weights, costs, recompute)
+                    yield way
+                    if self._limit is not None and way.peak > self._limit and self._shards.count == 1:
+                        yield from self._moved(plan, weights, costs, recompute, self._limit)
 
     def _weights(self, starts: Sequence[int]) -> list[StageWeight]:
         return weigh(self.layout.cut(self._model, starts).parts(), self._microbatch, self._loss_fn or own_or_total)
 
-    def _way(self, plan: Schedule, weights: list[StageWeight], recompute: bool) -> Way:
-        costs = Costs(**{op: [float(each.actions[op].flops) for each in weights] for op in "FIWB"})  # type: ignore[index,arg-type]
+    def _way(self, plan: Schedule, weights: list[StageWeight], costs: Costs, recompute: bool) -> Way:
         ideal = self._ideal * plan.n_microbatches / plan.ranks
         ranks = rank_bytes(plan, weights, self._kept, self._shards)
-        return Way(plan, recompute, ranks, plan.simulate(costs).period / ideal)
+        moved = [sum(weights[stage].moved for stage, _ in plan.moved(rank)) for rank in range(plan.ranks)]
+        return Way(plan, recompute, ranks, plan.simulate(costs).period / ideal, max(moved))
+
+    def _moved(
+        self, plan: Schedule, weights: list[StageWeight], costs: Costs, recompute: bool, limit: int
+    ) -> Iterator[Way]:
+        """The same schedule with microbatches offloaded, if that makes it fit."""
+        room = Room(limit, weights, None, rate=math.inf, optimizer=self._kept)
+        for each in room.moved([plan], room.costs(costs, plan.ranks)):
+            if room.fits(each):
+                yield self._way(each, weights, costs, recompute)

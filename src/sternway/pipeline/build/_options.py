@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from sternway import schedule as schedules
 from sternway.errors import PipelineError
 from sternway.pipeline.build._measure import agreed_costs, measure
+from sternway.pipeline.build._offload import agreed_rate, moves
 from sternway.pipeline.build._partition import Layout, lay_out, weights
 from sternway.pipeline.build._profile import Profile
 from sternway.pipeline.build._rehearse import Rehearsal
@@ -24,7 +25,7 @@ from sternway.pipeline.build._weights import on_zeros
 from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.transport._crew import Outcome
 from sternway.pipeline.transport._transport import Transport
-from sternway.schedule import Costs, Schedule, Upkeep
+from sternway.schedule import Costs, Schedule
 
 _REHEARSED = 4  # ways to cut that are tried at most, the best by simulation first
 
@@ -84,7 +85,7 @@ def draft_plans(request: BuildRequest, transport: Transport) -> Draft | None:
     if not fitting:
         smallest = min(options, key=lambda option: option.room.peak(option.schedule) if option.room else 0)
         assert smallest.room is not None
-        raise no_room(request.memory, smallest.room.ranks(smallest.schedule), smallest.schedule.name)
+        raise no_room(request.memory, smallest.room.ranks(smallest.schedule), smallest.schedule)
     return Draft(layout, measured, fitting)
 
 
@@ -98,6 +99,8 @@ def _check_same(request: BuildRequest, transport: Transport) -> None:
         "n_microbatches": request.n_microbatches,
         "memory_limit": request.memory_limit,
         "memory": request.memory,
+        "offload": request.offload is not None,
+        "offload_rate": request.offload_rate,
     }
     for rank, theirs in enumerate(rows := transport.crew().share(asked)):
         for name, value in theirs.items():
@@ -116,10 +119,12 @@ def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOpt
     that will be sharded are sharded in these steps, too, if there is room for a copy of the model: in FSDP's dtype
     they may take a fraction of the time, and messages do not.
     """
-    if draft.measured is None or not transport.mine or len(draft.options) == 1 or _moves(request.schedule):
+    if draft.measured is None or not transport.mine or len(draft.options) == 1 or moves(request.schedule):
         return min(draft.options, key=lambda option: option.cost())
     assert isinstance(request.stages, nn.Module)
-    rehearsal = Rehearsal(transport, request.sample, request.sample_target, request.loss_fn, request.everyone)
+    rehearsal = Rehearsal(
+        transport, request.sample, request.sample_target, request.loss_fn, request.everyone, request.offload
+    )
     spans, shard = [], request.shard if _can_copy(request, transport) else None
     options = sorted(draft.options, key=lambda option: option.cost())[:_REHEARSED]
     for option in options:
@@ -134,12 +139,6 @@ def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOpt
     if request.everyone is not None:
         spans = transport.crew_apart(request.everyone).share(spans)[0]
     return options[spans.index(min(spans))]
-
-
-def _moves(wanted: Schedule | str) -> bool:
-    """Whether a schedule takes activations off the device, which steps with a sample do not."""
-    steps = [step for row in wanted.actions for step in row] if isinstance(wanted, Schedule) else []
-    return any(isinstance(step, Upkeep) and step.microbatch is not None for step in steps)
 
 
 def _can_copy(request: BuildRequest, transport: Transport) -> bool:
@@ -242,8 +241,11 @@ def _gathered_rooms(room: Room | None, per_rank: int) -> list[Room | None]:
 
 
 def _option(request: BuildRequest, starts: list[int], costs: Costs, room: Room | None, per_rank: int) -> PlanOption:
+    unknown = costs == Costs()
     if room is not None:
         costs = room.costs(costs, request.ranks)
+        if unknown:  # a link that is no faster than the ranks, in the units of these times
+            costs = replace(costs, offload=3.0)
     gathered = request.gathered if room is None or room.shards is None else room.shards.gathered
     limit: Limit = limit_of(request, costs)
     if room is not None and request.schedule == "auto":
@@ -269,13 +271,13 @@ def _agreed_rooms(
 ) -> list[Room]:
     """What the first rank counts, on all ranks, so that all decide alike."""
     assert request.memory is not None
-    limit = request.memory
+    limit, rate = request.memory, agreed_rate(request, transport)
 
     def count() -> list[Room]:
         if request.sample is None:
             raise PipelineError("memory needs a sample, on the first rank", got="none", fix="pass sample=")
         sample, target, loss_fn, shards = request.sample, request.sample_target, request.loss_fn, request.shards
-        return rooms(model, layout, ways, limit, sample, target, loss_fn, shards)
+        return rooms(model, layout, ways, limit, sample, target, loss_fn, shards, rate)
 
     if not transport.mine:
         return count()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sternway.errors import PipelineError
+from sternway.pipeline.build._offload import moves
 from sternway.pipeline.build._options import Draft, PlanOption, limit_of, schedule_of, stages_here
 from sternway.pipeline.build._partition import lay_out, layout_of, weights
 from sternway.pipeline.build._profile import Profile
@@ -51,9 +52,10 @@ class BuildPlan:
     def peak_bytes(self) -> list[int] | None:
         """The most bytes of activations that each rank holds at once by this plan, if they were measured.
 
-        None with stages that are recomputed, which were measured as they are otherwise.
+        None with stages that are recomputed or microbatches that are offloaded, which were measured as they are
+        otherwise.
         """
-        if self.profile is None or self.schedule.recompute:
+        if self.profile is None or self.schedule.recompute or moves(self.schedule):
             return None
         curves = self.schedule.simulate().memory_of(self.profile.bytes_after_F, self.profile.bytes_after_I)
         return [int(max(level for _, level in curve)) for curve in curves]

@@ -80,18 +80,20 @@ def bytes_of_rank(
         plan = sharded(plan, gathered=shards.gathered)
     mine = [weights[stage] for stage in plan.placement[rank]]
     held, whole, most = 0, _Gathered(shards, weights), (0, 0, 0)
+    moved = plan.moved(rank)
     messages = list(message_bytes(plan, rank, [each.message for each in weights]))
-    for step, around in zip(plan.actions[rank], messages, strict=True):
+    for step, around in zip(plan.actions[rank], map(sum, messages), strict=True):
         if isinstance(step, Upkeep):
             if step.microbatch is not None:
-                kept = weights[step.stage].actions["F"].left
-                held += -kept if step.op == "OFFLOAD" else kept
+                held += -weights[step.stage].freed if step.op == "OFFLOAD" else weights[step.stage].moved
             most = max(most, (held + around + whole.during(step), held, whole.now))
         for action in step.actions:
             each = weights[action.stage].actions[action.op]
             whole.note(action)
             most = max(most, (held + each.peak + around + whole.now, held, whole.now))
             held += each.left
+            if action.is_backward and (action.stage, action.microbatch) in moved:
+                held -= weights[action.stage].moved - weights[action.stage].freed
     gradients = sum(each.gradients for each in mine)
     total, activations, gathered = most
     return RankBytes(
@@ -101,7 +103,7 @@ def bytes_of_rank(
         int(optimizer * shards.of(gradients)),
         activations,
         total - activations - gathered,
-        max(messages, default=0),
+        max((there for there, _ in messages), default=0),
         gathered,
     )
 

@@ -7,7 +7,7 @@ find out. Gradients, buffers and random numbers are afterwards what they were be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,7 @@ from sternway.pipeline.transport._clock import clock_offsets
 from sternway.pipeline.transport._facts import StepFacts, checksum
 from sternway.pipeline.transport._routes import Routes
 from sternway.pipeline.transport._transport import Transport
+from sternway.saved import Offload
 from sternway.schedule import Costs, Schedule, Timeline, candidates, measured_costs
 
 _STEPS = 3  # the first loads kernels and allocates memory; of the others, the shorter counts
@@ -52,8 +53,9 @@ class Rehearsal:
         target: Any,
         loss_fn: LossFn | None,
         everyone: Sequence[int] | None = None,
+        offload: Callable[[], Offload] | None = None,
     ) -> None:
-        self._transport, device = transport, transport.device
+        self._transport, device, self._offload = transport, transport.device, offload
         self._everyone = None if everyone is None else transport.crew_apart(everyone)
         shared = transport.crew().share(_moved(target, torch.device("cpu")) if transport.mine == (0,) else None)[0]
         arguments, keywords = arguments_of(sample) if sample is not None else ((), {})
@@ -98,13 +100,21 @@ class Rehearsal:
     def _run(self, parts: Mapping[int, nn.Module], schedule: Schedule) -> Timeline:
         last = schedule.num_stages - 1
         stages = {
-            index: Stage(index, part, is_last=index == last, loss_fn=self._loss_fn if index == last else None)
+            index: Stage(
+                index,
+                part,
+                is_last=index == last,
+                loss_fn=self._loss_fn if index == last else None,
+                offload=self._offload,
+            )
             for index, part in parts.items()
         }
         routes = Routes(schedule.num_stages, {})
         self._transport.connect(schedule, routes)
         facts = StepFacts(training=True, shapes=checksum(f"way {self._count} to cut"))  # messages look otherwise
         runs = [self._step(stages, schedule, routes, facts) for _ in range(_STEPS)]
+        for stage in stages.values():
+            stage.close()
         return min(runs[1:], key=lambda timeline: timeline.span)
 
     def _step(self, stages: dict[int, Stage], schedule: Schedule, routes: Routes, facts: StepFacts) -> Timeline:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from sternway.pipeline.build._rank_bytes import Shards
 from sternway.pipeline.build._shard_stage import ShardFn
 from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.step._stage import LossFn
+from sternway.saved import Offload
 from sternway.schedule import Schedule, names
 
 
@@ -40,6 +41,8 @@ class BuildRequest:
     tune: bool = True  # whether "auto" may change its plan later
     gathered: int | None = None  # how many sharded stages a rank keeps gathered; if None, as many as fit
     link: ShardLink | None = None  # what gathers and reduces them
+    offload: Callable[[], Offload] | None = None  # makes what moves microbatches, if a plan may
+    offload_rate: float | None = None  # bytes in a second; to be measured if it is None
 
 
 def check_copies(schedule: Schedule | str) -> None:

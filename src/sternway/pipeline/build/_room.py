@@ -2,7 +2,8 @@
 
 A search is given what each stage keeps, as it is and if its blocks are recomputed, and what each rank has left for
 that: its bytes, less parameters, gradients, the optimizer's state, messages, and what an action takes while it runs.
-What it finds is counted once more, action by action.
+Where there is a link to other memory, plans that move microbatches over it take part. What is found is counted once
+more, action by action.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ from sternway.pipeline.build._shadow import blank, own_or_total, recompute_block
 from sternway.pipeline.build._weigh import StageWeight, weigh
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn
-from sternway.schedule import Costs, Schedule, fuse, make, names, sharded
-
-_OPTIMIZER = OPTIMIZERS["adamw"]
+from sternway.schedule import Costs, Schedule, fuse, make, names, offloaded, sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +37,20 @@ class Room:
         weights: what each stage takes.
         again: what each takes if the blocks that the model repeats are recomputed; None if there are none.
         shards: how parameters are sharded; None if they are not.
+        rate: the bytes in a unit of time of a link over which microbatches may be offloaded; None if none may be.
+        optimizer: how many times the bytes that it trains an optimizer keeps.
     """
 
     limit: int
     weights: list[StageWeight]
     again: list[StageWeight] | None
     shards: Shards | None = None
+    rate: float | None = None
+    optimizer: float = OPTIMIZERS["adamw"]
 
     def ranks(self, plan: Schedule) -> tuple[RankBytes, ...]:
         """What each rank holds under a plan when it holds most."""
-        return rank_bytes(plan, self._chosen(plan), _OPTIMIZER, self.shards)
+        return rank_bytes(plan, self._chosen(plan), self.optimizer, self.shards)
 
     def _chosen(self, plan: Schedule) -> list[StageWeight]:
         return [
@@ -57,7 +60,7 @@ class Room:
 
     def rank_fits(self, plan: Schedule, rank: int) -> bool:
         """Whether one rank holds no more than it has."""
-        return bytes_of_rank(plan, rank, self._chosen(plan), _OPTIMIZER, self.shards).total <= self.limit
+        return bytes_of_rank(plan, rank, self._chosen(plan), self.optimizer, self.shards).total <= self.limit
 
     def upkept(self, plan: Schedule) -> Schedule:
         """A plan with the upkeep that is counted."""
@@ -81,6 +84,9 @@ class Room:
         after_f = [each.actions["F"].left for each in self.weights]
         after_i = [each.actions["F"].left + each.actions["I"].left for each in self.weights]
         costs = replace(plain, activation_bytes=unit, memory_after_F=units(after_f), memory_after_I=units(after_i))
+        if self.rate is not None:
+            stays = units(each.actions["F"].left - each.freed for each in self.weights)
+            costs = replace(costs, offload=[each.moved / self.rate for each in self.weights], memory_offloaded=stays)
         if self.again is None:
             return costs
         inputs = [each.actions["F"].left for each in self.again]
@@ -109,17 +115,43 @@ class Room:
         if not self.fits(ample):
             everything = tuple(sorted(self._gain()))
             try:
-                found = find(limits, "auto" if everything else ())
-                plans.append(replace(found, recompute=tuple(sorted(self._gain().intersection(found.recompute)))))
+                plans.append(self._found(find, limits))
+                if not self.fits(plans[-1]):  # by a few messages, which the limits do not know
+                    plans.append(self._found(find, self._tighter(plans[-1], limits, costs)))
             except ScheduleError:  # not even one microbatch, by this count, which is a little too high
                 limits = [most] * len(limits)
-            plans += [replace(plan, recompute=same) for plan in _named(ample) for same in {(), everything}]
-        fitting = [plan for plan in plans if self.fits(plan)]
-        if not fitting:
-            return min(plans, key=self.peak), limits
-        best = min((fuse(plan, costs) for plan in fitting), key=lambda plan: cost_of(self.upkept(plan), costs))
+            named = [replace(plan, recompute=same) for plan in _named(ample) for same in {(), everything}]
+            ways = [*named, *(replace(ample, recompute=same) for same in {(), everything})]
+            plans += [*named, *self.moved((fuse(plan, costs) for plan in ways), costs)]
+        best = self._best([each for plan in plans for each in (fuse(plan, costs), plan)], costs)
         peaks = best.simulate(costs).peaks
         return best, [max(both) for both in zip(limits, peaks, strict=True)]
+
+    def _found(self, find: Find, limits: Sequence[float]) -> Schedule:
+        """What a search finds within the limits, of which stages without blocks are not recomputed."""
+        found = find(limits, "auto" if self._gain() else ())
+        return replace(found, recompute=tuple(sorted(self._gain().intersection(found.recompute))))
+
+    def _tighter(self, plan: Schedule, limits: Sequence[float], costs: Costs) -> list[float]:
+        """The limits, less what each rank of a plan has too much."""
+        over = (max(0, rank.total - self.limit) / costs.activation_bytes for rank in self.ranks(plan))
+        return [limit - each for limit, each in zip(limits, over, strict=True)]
+
+    def _best(self, plans: Sequence[Schedule], costs: Costs) -> Schedule:
+        """The fastest that stays within the bytes; if none does, the smallest."""
+        fitting = [plan for plan in plans if self.fits(plan)]
+        return (
+            min(fitting, key=lambda plan: cost_of(self.upkept(plan), costs)) if fitting else min(plans, key=self.peak)
+        )
+
+    def moved(self, plans: Iterable[Schedule], costs: Costs) -> Iterator[Schedule]:
+        """These plans with as many microbatches offloaded as make them fit; if that is not enough, with all."""
+        for plan in plans if self.rate is not None else ():
+            try:
+                made = offloaded(plan, costs, memory_limit=self.limits(plan, costs))
+            except ScheduleError:
+                made = offloaded(plan, costs, memory_limit=None)
+            yield replace(made, name=f"{made.name}-offloaded")
 
     def _gain(self) -> set[int]:
         """The stages that hold something else if they are recomputed: those with blocks that can be."""
@@ -128,9 +160,17 @@ class Room:
         return {stage for stage, both in enumerate(zip(self.weights, self.again, strict=True)) if both[0] != both[1]}
 
     def lightest(self, plan: Schedule, costs: Costs) -> Schedule:
-        """A given order of actions with as few stages recomputed as fit; with all, if even that does not fit."""
-        if self.fits(plan) or plan.recompute or self.again is None:
+        """A given order of actions with as few stages recomputed as fit, or microbatches offloaded if that is faster.
+
+        If neither makes it fit, the smallest. What the plan itself recomputes or offloads is left as it is.
+        """
+        if self.fits(plan) or plan.recompute or any(plan.moved(rank) for rank in range(plan.ranks)):
             return plan
+        again = self._fewest(plan, costs)
+        return self._best([again, *self.moved({plan.recompute: plan, again.recompute: again}.values(), costs)], costs)
+
+    def _fewest(self, plan: Schedule, costs: Costs) -> Schedule:
+        """The plan with as few stages recomputed as fit; with all, if even that does not fit."""
         chosen = sorted(self._gain())
         for stage in sorted(chosen, key=lambda stage: -costs.per_stage(plan.placement).F[stage]):
             fewer = replace(plan, recompute=tuple(each for each in chosen if each != stage))
@@ -176,6 +216,7 @@ def rooms(
     target: Any,
     loss_fn: LossFn | None,
     shards: Shards | None = None,
+    rate: float | None = None,
 ) -> list[Room]:
     """For each way to cut the model, the room of its stages."""
     with without_memory():
@@ -191,11 +232,12 @@ def rooms(
         again: Sequence[list[StageWeight] | None] = [None] * len(plain)
         with suppress(PipelineError):  # from blocks that cannot run again, since as they are they ran
             again = weighed() if recompute_blocks(made, layout, randomly=False) else again
-    return [Room(limit, *both, shards) for both in zip(plain, again, strict=True)]
+    return [Room(limit, *both, shards, rate) for both in zip(plain, again, strict=True)]
 
 
-def no_room(limit: int, smallest: tuple[RankBytes, ...], name: str) -> PipelineError:
+def no_room(limit: int, smallest: tuple[RankBytes, ...], plan: Schedule) -> PipelineError:
     """The error if nothing fits: what the smallest plan needs, and of what."""
+    name = plan.name + (", recomputing blocks" if plan.recompute else "")
     rank = max(range(len(smallest)), key=lambda index: smallest[index].total)
     fullest = smallest[rank]
     parts = ", ".join(f"{kind} {show_bytes(getattr(fullest, kind))}" for kind in KINDS if getattr(fullest, kind))

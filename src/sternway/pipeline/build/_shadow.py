@@ -83,7 +83,8 @@ def recompute_stages(model: nn.Module, layout: Layout, starts: Sequence[int], st
     stage_of_call = layout.stage_of_call(starts)
     for wanted in stages:
         names = {name for (name, _), stage in stage_of_call.items() if stage == wanted}
-        if not recompute_blocks(model, layout, {name for name in names if not _is_recomputed(model, name)}):
+        already = {name for name in names if _is_recomputed(model, name)}
+        if not recompute_blocks(model, layout, names - already) and not already:
             raise PipelineError(
                 "a stage that is recomputed must have a block that the model repeats, without batch norms",
                 got=f"stage {wanted} of {', '.join(sorted(names))}",

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from sternway._storage import storage_bytes
+from sternway._storage import storage_bytes, storage_sizes
 from sternway._torch.memory import OperationCounter
 from sternway.pipeline.step._microbatch import Microbatch
-from sternway.pipeline.step._stage import LossFn, Stage
+from sternway.pipeline.step._stage import LossFn, Stage, tensors_anyway
 from sternway.pipeline.transport._payload import Payload, Spec
 
 Op = Literal["F", "I", "W", "B"]
@@ -49,6 +49,9 @@ class StageWeight:
         actions: what F, I, W and B take.
         buffers: of the bytes of ``parameters``, those of buffers, which are never sharded.
         largest: the bytes of the parameters of its largest module.
+        freed: of what F leaves, the bytes that leave the device if the microbatch is offloaded. What the stage has
+            received and what it sends stay.
+        moved: the bytes that then come back: with ``freed``, copies of outputs that the stage itself needs.
     """
 
     parameters: int
@@ -57,6 +60,8 @@ class StageWeight:
     actions: dict[Op, ActionWeight]
     buffers: int = 0
     largest: int = 0
+    freed: int = 0
+    moved: int = 0
 
 
 def weigh(parts: Sequence[nn.Module], microbatch: Microbatch, loss_fn: LossFn | None) -> list[StageWeight]:
@@ -108,6 +113,7 @@ class _Scale:
             actions["W"] = self._action(self._weight)
             self._forward()
             actions["B"] = self._action(self._whole)
+        freed, moved = self._moves()
         parameters = list(module.parameters())
         gradients = storage_bytes(p for p in parameters if p.requires_grad)
         for parameter in parameters:
@@ -117,7 +123,26 @@ class _Scale:
         kept = storage_bytes([*parameters, *module.buffers()])
         buffers = kept - storage_bytes(parameters)
         largest = max((storage_bytes(each.parameters()) for each in _called(module)), default=0)
-        return StageWeight(kept, gradients, message, actions, buffers, largest)
+        return StageWeight(kept, gradients, message, actions, buffers, largest, freed, moved)
+
+    def _moves(self) -> tuple[int, int]:
+        """The bytes that leave the device with a microbatch, and those that come back."""
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved.update(storage_sizes([tensor]))
+            return tensor.detach()
+
+        received = self._arriving()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            self._stage.forward(0, self._microbatch, received, keep_output=False)
+        module = self._stage.module
+        anyway = tensors_anyway(self._microbatch, received)
+        own = storage_sizes((*module.parameters(), *module.buffers(), *anyway))
+        moved = {key: size for key, size in saved.items() if key not in own}
+        stays = storage_sizes(self._stage.sent_tensors(0))
+        self._stage.clear()
+        return sum(size for key, size in moved.items() if key not in stays), sum(moved.values())
 
     def _action(self, run: Callable[[], None]) -> ActionWeight:
         counter = self._counter
@@ -126,9 +151,11 @@ class _Scale:
         run()
         return ActionWeight(counter.peak - before, counter.now - before, counter.flops)
 
+    def _arriving(self) -> dict[str, Payload]:
+        return {name: (spec, _empty(spec)) for name, spec in self._received.items()}
+
     def _forward(self) -> None:
-        received: dict[str, Payload] = {name: (spec, _empty(spec)) for name, spec in self._received.items()}
-        sent = self._stage.forward(0, self._microbatch, received, keep_output=False)
+        sent = self._stage.forward(0, self._microbatch, self._arriving(), keep_output=False)
         self._sent = {name: spec for name, (spec, _) in sent.items()}
 
     def _input(self) -> None:

@@ -121,8 +121,8 @@ def _run_upkeep(step: RankStep, index: int, upkeep: Upkeep) -> None:
 
     try:
         if upkeep.microbatch is not None:
-            if step.training:
-                mover = stage.mover(upkeep.microbatch)
+            if step.training and stage.movers is not None:
+                mover = stage.movers.of(upkeep.microbatch)
                 mover.put_away() if upkeep.op == "OFFLOAD" else mover.bring_back()
         elif stage.shards is not None and (step.training or upkeep.op != "REDUCE_GRAD"):
             stage.shards.run(upkeep.op, noted)

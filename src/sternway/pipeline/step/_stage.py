@@ -27,12 +27,13 @@ from sternway.pipeline.step._again import RecomputedForward
 from sternway.pipeline.step._captured import CapturedStage
 from sternway.pipeline.step._loss import LossFn, WeighedLoss, not_half
 from sternway.pipeline.step._microbatch import Microbatch
+from sternway.pipeline.step._movers import Movers
 from sternway.pipeline.step._shards import StageShards
 from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
 from sternway.pipeline.transport._routes import MAIN
 from sternway.saved import Offload
 
-__all__ = ["LossFn", "Stage", "WithSkips", "named_parameters"]
+__all__ = ["LossFn", "Stage", "WithSkips", "named_parameters", "tensors_anyway"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class Stage:
 
     Attributes:
         shards: what ``fully_shard`` made of the module; None if nothing.
+        movers: what moves microbatches off the device; None if nothing does.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Stage:
         self._scale = scale
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
         self._saved = saved or nullcontext()
-        self._offload, self._movers = offload, dict[int, Offload]()
+        self.movers = None if offload is None else Movers(offload)
         self.shards = StageShards.of(module, is_first=index == 0, is_last=is_last)
         by_fsdp = frozenset() if self.shards is None else self.shards.names
         self._has_collectives = any(
@@ -108,17 +110,17 @@ class Stage:
     ) -> dict[str, Payload]:
         """F: call the module with what arrived, or with the microbatch; returns what to send, by channel.
 
-        With ``offload``, what it keeps leaves the device; ``mover`` has it.
+        With ``offload``, what it keeps leaves the device; one of the ``movers`` has it.
         """
-        with self._saved, self.mover(number) if offload else nullcontext():
+        with self._saved, self._moving(number, microbatch, received) if offload else nullcontext():
             return self._forward(number, microbatch, received, keep_output)
 
-    def mover(self, number: int) -> Offload:
-        """What moves the activations of a microbatch; the same in every step, since it keeps its buffers."""
-        if number not in self._movers:
-            assert self._offload is not None, "a pipeline with such a schedule has it"
-            self._movers[number] = self._offload()
-        return self._movers[number]
+    def _moving(self, number: int, microbatch: Microbatch, received: dict[str, Payload]) -> Offload:
+        """What moves the activations of a microbatch, but not what the rank holds anyway."""
+        assert self.movers is not None, "a pipeline with such a schedule has them"
+        mover = self.movers.take(number)
+        mover.spare(tensors_anyway(microbatch, received))
+        return mover
 
     def _forward(
         self, number: int, microbatch: Microbatch, received: dict[str, Payload], keep_output: bool
@@ -214,7 +216,7 @@ class Stage:
         if (pending := self._pendings.pop(number, None)) is not None:
             with torch.autocast(self._device, enabled=False):
                 pending.run()
-        self._keep_grads()
+        self._done(number)
 
     def backward(self, number: int, grads: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         """B: I and W in one call of the autograd engine, which costs less than two; of graphs, both are replayed."""
@@ -230,7 +232,7 @@ class Stage:
                 _check_compiled(outputs)
             with torch.autocast(outputs[0].device.type, enabled=False):
                 torch.autograd.backward(outputs, output_grads)
-        self._keep_grads()
+        self._done(number)
         return _whole({name: [t.grad for t in tensors] for name, tensors in graph.inputs.items()}, graph.inputs)
 
     def _roots(self, graph: _Graph, grads: dict[str, list[Tensor]]) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -251,13 +253,20 @@ class Stage:
         if self.shards is not None:
             self.shards.wait()
 
-    def _keep_grads(self) -> None:
+    def _done(self, number: int) -> None:
+        """The gradients of a microbatch are complete."""
         if self.shards is not None:
             self.shards.keep_grads()
+        if self.movers is not None:
+            self.movers.give(number)
 
     def pending_bytes(self, number: int) -> int:
         """The bytes that wait for W of a microbatch."""
         return self._pendings[number].nbytes if number in self._pendings else 0
+
+    def sent_tensors(self, number: int) -> list[Tensor]:
+        """What F of a microbatch has sent, and its backward starts at."""
+        return [tensor for tensors in self._graphs[number].outputs.values() for tensor in tensors]
 
     def clear(self) -> None:
         """Drop everything, after a step or an error."""
@@ -266,6 +275,20 @@ class Stage:
         self._weighed.clear()
         if self.shards is not None:
             self.shards.drop()
+        if self.movers is not None:
+            self.movers.give_all()
+
+    def close(self) -> None:
+        """No step follows."""
+        if self.movers is not None:
+            self.movers.close()
+
+
+def tensors_anyway(microbatch: Microbatch, received: dict[str, Payload]) -> list[Tensor]:
+    """What a stage is given for a microbatch, and a rank holds until its backward: the batch, and what arrived."""
+    given = (microbatch.arguments, microbatch.keywords, microbatch.stage_kwargs, microbatch.target)
+    tensors = [leaf for each in given for leaf in leaves(each) if isinstance(leaf, Tensor)]
+    return [*tensors, *(tensor for _, arrived in received.values() for tensor in arrived)]
 
 
 def _changed_in_place(stage: int) -> PipelineError:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from sternway._bytes import parse_bytes, show_bytes
+from sternway._storage import storage_sizes
+from sternway._torch.tensors import storage_id
 from sternway.errors import SavedError
 from sternway.saved._offloader import Offloader
 from sternway.saved._policy import Policy, active
@@ -46,6 +48,7 @@ class Offload(Policy):
         self.slots = Slots()
         self.warns = False  # once, if a block moves nothing
         self._anywhere = anywhere  # also from the host to the host: for tests
+        self._spared: frozenset[int] = frozenset()
 
     def __exit__(
         self,
@@ -74,6 +77,22 @@ class Offload(Policy):
     def bring_back(self) -> None:
         """Start to bring back all that is away. Without it, that happens on use, or ``prefetch`` bytes ahead."""
         self.offloader.bring_back()
+
+    def spare(self, tensors: Iterable[Tensor]) -> None:
+        """In the next blocks, leave alone what shares a storage with these: they are kept on the device anyway."""
+        self._spared = frozenset(storage_sizes(tensors))
+
+    def spares(self, tensor: Tensor) -> bool:
+        """Whether the tensor is on the device anyway."""
+        return bool(self._spared) and storage_id(tensor) in self._spared
+
+    def rate(self, device: torch.device) -> float:
+        """Bytes per second between a device and the store, measured now; the slower of the two directions."""
+        return min(self.offloader.store.rates(device))
+
+    def close(self) -> None:
+        """End the store's threads, and remove its buffers and files. The policy cannot be entered again."""
+        self.offloader.store.close()
 
     def is_there(self, tensor: Tensor) -> bool:
         """Whether the tensor is in the store's memory already."""

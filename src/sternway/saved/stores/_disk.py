@@ -74,17 +74,19 @@ class _DiskArrival(Arrival):
 
 
 class _DiskAway(Away):
-    def __init__(self, store: DiskStore, flat: Tensor, itemsize: int, lossless: bool) -> None:
-        self._store, self._size, self._device = store, len(flat), flat.device
+    def __init__(self, store: DiskStore, flat: Tensor, device: torch.device, itemsize: int, lossless: bool) -> None:
+        self._store, self._size, self._device = store, len(flat), device
         self._itemsize, self._lossless = itemsize, lossless
         self._path: Path | None = None
+        self._source: Tensor | None = flat  # until it is written: a thread keeps its arguments longer
         self._held: Tensor | None = None  # the bytes, if they could not be written
         self._freed = threading.Event()
         self._lock = threading.Lock()
 
-    def write(self, source: Tensor, buffer: Buffer | None, copied: Any) -> None:
+    def write(self, buffer: Buffer | None, copied: Any) -> None:
         """Write the file, in a writer thread."""
-        written = 0
+        written, source, self._source = 0, self._source, None
+        assert source is not None  # it is written once
         try:
             if copied is not None:
                 copied.event.synchronize()
@@ -113,9 +115,8 @@ class _DiskAway(Away):
                 done += file.write(data[done:])
         return len(data)
 
-    def read(self) -> Tensor:
+    def read(self, into: Tensor) -> Tensor:
         """Read the file, in a reader thread."""
-        into = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         if self._held is not None:
             return into.copy_(self._held)
         assert self._path is not None
@@ -142,7 +143,15 @@ class _DiskAway(Away):
     def back(self) -> Arrival:
         if not self.out.done():
             self.out.join()  # the file is not complete yet
-        return _DiskArrival(self._store.readers.submit(self.read), self._device, self._store)
+        if self._store.closed:
+            raise SavedError(
+                "a saved tensor cannot be brought back, because its policy was closed",
+                got=f"{self._size} bytes in a file",
+                fix="close the policy after the backward",
+            )
+        # Allocated here, so that the memory is taken in the order of the program, whenever the thread runs.
+        into = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        return _DiskArrival(self._store.readers.submit(self.read, into), self._device, self._store)
 
     def free(self) -> None:
         with self._lock:
@@ -173,7 +182,7 @@ class DiskStore(Store):
         self._count = 0
         self._writers = ThreadPoolExecutor(2, "sternway-write")
         self.readers = ThreadPoolExecutor(2, "sternway-read")
-        weakref.finalize(self, _shut, self._writers, self.readers, self.folder)
+        self._shut = weakref.finalize(self, _shut, self._writers, self.readers, self.folder)
 
     def opened(self) -> None:
         remove_orphans(self.folder.directory)
@@ -197,14 +206,14 @@ class DiskStore(Store):
             while self._backlog and self._backlog + size > self._limit:
                 self._changed.wait()
             self._backlog += size
-        away = _DiskAway(self, flat, itemsize, lossless)
         buffer, copied, source = None, None, flat
         if flat.device.type != "cpu":
             buffer = self._pool.take(size, wait=True)
             assert buffer is not None  # told to wait
             source = buffer.data[:size]
             copied = self.mover(flat.device).out(flat, source, buffer.after)
-        away.out = Threaded(self._writers.submit(away.write, source, buffer, copied), self.clock, copied)
+        away = _DiskAway(self, source, flat.device, itemsize, lossless)
+        away.out = Threaded(self._writers.submit(away.write, buffer, copied), self.clock, copied)
         return away
 
     def wrote(self, size: int, written: int, buffer: Buffer | None) -> None:
@@ -258,6 +267,14 @@ class DiskStore(Store):
             self.folder.close()
         if forget:
             self._pool.clear()
+
+    def close(self) -> None:
+        super().close()
+        self.flush()
+        self._writers.shutdown(wait=True)
+        self.readers.shutdown(wait=True)
+        self._pool.clear()
+        self._shut()
 
 
 def _shut(writers: ThreadPoolExecutor, readers: ThreadPoolExecutor, folder: DiskFolder) -> None:

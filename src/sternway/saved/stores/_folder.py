@@ -20,7 +20,7 @@ try:
 except ImportError:  # not a system with flock
     fcntl = None  # type: ignore[assignment]
 
-_PREFIX, _LOCK = "sternway-saved-", "lock"
+_PREFIX, _LOCK, _NEW = "sternway-saved-", "lock", "new-lock"
 
 
 class DiskFolder:
@@ -37,8 +37,9 @@ class DiskFolder:
         """The folder's path; made and locked if it does not exist."""
         if self.path is None:
             path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=self.directory))
-            lock = (path / _LOCK).open("wb")
+            lock = (path / _NEW).open("wb")
             fcntl.flock(lock, fcntl.LOCK_EX)
+            (path / _NEW).rename(path / _LOCK)  # locked when others can see it
             self.path, self._lock = path, lock
         return self.path
 
@@ -62,7 +63,7 @@ def remove_orphans(directory: Path) -> list[Path]:
         try:
             lock = (path / _LOCK).open("rb")
         except FileNotFoundError:  # being made, or being removed, by a process that lives; or killed in between
-            if not any(path.iterdir()) and _old(path):
+            if {each.name for each in path.iterdir()} <= {_NEW} and _old(path):
                 shutil.rmtree(path, ignore_errors=True)
             continue
         except OSError:  # another user's

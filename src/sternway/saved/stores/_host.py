@@ -75,5 +75,9 @@ class HostStore(Store):
         return found[0], found[1]
 
     def idle(self, forget: bool) -> None:
-        if forget:
+        if forget or self.closed:
             self.pool.clear()
+
+    def close(self) -> None:
+        super().close()
+        self.pool.clear()

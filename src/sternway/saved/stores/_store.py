@@ -43,6 +43,7 @@ class Store(ABC):
     name: str
 
     def __init__(self) -> None:
+        self.closed = False
         self._movers: dict[torch.device, Mover] = {}
 
     def mover(self, device: torch.device) -> Mover:
@@ -70,6 +71,10 @@ class Store(ABC):
 
     def opened(self) -> None:  # noqa: B027 - memory needs no preparation
         """A ``with`` block begins."""
+
+    def close(self) -> None:
+        """End threads, and remove buffers and files; no ``with`` block can begin afterwards."""
+        self.closed = True
 
     @abstractmethod
     def idle(self, forget: bool) -> None:

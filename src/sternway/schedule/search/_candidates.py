@@ -5,12 +5,13 @@ from dataclasses import replace
 
 from sternway.errors import ScheduleError
 from sternway.schedule._costs import Costs
+from sternway.schedule._offload import without_moves
 from sternway.schedule._schedule import Schedule
 from sternway.schedule.named._make import make, names
 from sternway.schedule.search._fuse import fuse
 from sternway.schedule.search._gathered import RankFits, gathered_within, step_time, within_limit
 from sternway.schedule.search._problem import Limit
-from sternway.schedule.search._search import search
+from sternway.schedule.search._search import moved_within, search
 
 
 def candidates(
@@ -26,7 +27,7 @@ def candidates(
 
     They are the result of a search, the named schedules and these with I and W joined where that helps, of which
     those that stay within the limit are ranked by the time of a step among others. The running schedule takes part. If
-    it has sharded stages, all plans have their upkeep.
+    it has sharded stages, all plans have their upkeep; if it offloads microbatches, others may.
 
     Example:
         >>> from sternway import schedule
@@ -68,16 +69,23 @@ def _plans(
     running: Schedule, costs: Costs, memory_limit: Limit, held: frozenset[int], gathered: int | None
 ) -> Iterator[Schedule]:
     ranks, microbatches, per_rank = running.ranks, running.n_microbatches, len(running.placement[0])
-    searched = search(
-        costs,
-        ranks=ranks,
-        microbatches=microbatches,
-        memory_limit=memory_limit,
-        stages_per_rank=per_rank,
-        recompute=running.recompute,
-        sharded=held or False,
-        gathered=gathered if held else None,
-    )
+    moves = without_moves(running) is not running
+    try:
+        searched = search(
+            costs,
+            ranks=ranks,
+            microbatches=microbatches,
+            memory_limit=memory_limit,
+            stages_per_rank=per_rank,
+            recompute=running.recompute,
+            offload=moves,
+            sharded=held or False,
+            gathered=gathered if held else None,
+        )
+    except ScheduleError:
+        if not moves:
+            raise
+        searched = running  # not even one microbatch stays, and what moves is of other plans
     if searched.placement == running.placement:
         yield searched
     for name in names():
@@ -88,3 +96,5 @@ def _plans(
         if named.placement == running.placement:
             yield named
             yield fuse(named, costs)
+            if moves:
+                yield from moved_within(named, costs, memory_limit)

@@ -4,6 +4,7 @@ Rows are comparable because costs are for a rank's whole share of the model: a s
 the same work in smaller steps. Each is measured against the lower bound of its own placement.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ from sternway.schedule.search._gathered import gathered_within, step_time, withi
 from sternway.schedule.search._hunt import Progress, part_of
 from sternway.schedule.search._lower_bound import bound, least_bound
 from sternway.schedule.search._problem import check_arguments, limit_of, resolve
-from sternway.schedule.search._search import checked_shards, search
+from sternway.schedule.search._search import checked_shards, moved_within, search
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Row:
         schedule: the schedule.
         timeline: its simulation with the comparison's costs.
         bound: the lower bound of the longest span of a rank, for this placement and limit, whatever is recomputed if
-            the comparison allows that.
+            the comparison allows that; where microbatches may be offloaded, that of unlimited memory.
         fits: whether it stays within the memory limit.
     """
 
@@ -93,6 +94,7 @@ class Comparison:
     rows: tuple[Row, ...]
     unmade: tuple[tuple[str, str], ...]
     recompute: bool = False
+    offload: bool = False
 
     def __repr__(self) -> str:
         return f"<Comparison of {len(self.rows)} schedules: {self._title()}; best {self.best.name}>"
@@ -154,6 +156,8 @@ class Comparison:
         best = self.best
         some = ", ".join(map(str, best.schedule.recompute))
         text = f"{best.name}{f' (stages recomputed: {some})' if some else ''} is {best.gap:.1%} above anything possible"
+        if self.offload:
+            return f"{text} with unlimited memory"
         more = self.memory_limit + self.costs.smallest()
         then = _bound(self.costs, best.schedule, more, self.recompute)
         gain = 1 - then / best.bound if best.bound > 0 else 0.0
@@ -179,6 +183,7 @@ def compare(
     memory_limit: float | None = None,
     memory: int | str | None = None,
     recompute: bool = False,
+    offload: bool = False,
     sharded: bool = False,
     gathered: int | None = None,
     progress: Progress | None = None,
@@ -200,6 +205,8 @@ def compare(
         memory: or what it has in bytes, or as text such as "20GB"; the costs must have ``activation_bytes``.
         recompute: whether stages may be recomputed: the named schedules are listed as they are and with all stages
             recomputed, and a search chooses the stages.
+        offload: whether microbatches may be moved to the host and back, for ``costs.offload`` each: those schedules
+            that do not fit are listed with moves, too, and a search takes the shortest plan with or without.
         sharded: whether all stages are sharded: schedules have upkeep, as in ``search``, and that with the shortest
             period is best. The bound counts no gathering.
         gathered: how many of its stages a rank keeps gathered at once; by default as many as fit.
@@ -214,6 +221,8 @@ def compare(
     check_arguments(costs, ranks, microbatches, limit)
     checked_shards(sharded, gathered, 0)
     rows, unmade = [], []
+    if sharded and offload:
+        raise ScheduleError("a comparison cannot both shard and offload stages", got="both", fix="leave one out")
     searched = partial(
         search,
         costs,
@@ -221,22 +230,28 @@ def compare(
         microbatches=microbatches,
         memory_limit=limit,
         recompute="auto" if recompute else (),
+        offload=offload,
         sharded=sharded,
         gathered=gathered,
     )
+    bound_within = math.inf if offload else limit
     for name, build in _builders(searched, ranks, microbatches, recompute, progress):
         try:
             plan = build()
             if sharded:
                 plan = _with_upkeep(plan, costs, limit, gathered)
-            rows.append(_measure(name, plan, costs, limit, recompute))
+            row = _measure(name, plan, costs, limit, bound_within, recompute)
+            rows.append(row)
+            if offload and not row.fits:
+                moved = moved_within(row.schedule, costs, limit)
+                rows += [_measure(f"{name}, offloaded", each, costs, limit, bound_within, recompute) for each in moved]
         except ScheduleError as error:
             unmade.append((name, str(error)))
             problem = error  # the searches come last, and their error says what would work
     rows.sort(key=_priced_order if sharded else _order)
     if not rows or not rows[0].fits:
         raise problem
-    return Comparison(costs, ranks, microbatches, limit, tuple(rows), tuple(unmade), recompute)
+    return Comparison(costs, ranks, microbatches, limit, tuple(rows), tuple(unmade), recompute, offload)
 
 
 def _with_upkeep(plan: Schedule, costs: Costs, memory_limit: float, gathered: int | None) -> Schedule:
@@ -271,10 +286,12 @@ def _bound(costs: Costs, schedule: Schedule, memory_limit: float, recompute: boo
     return bound(resolve(costs, schedule.placement, schedule.n_microbatches, memory_limit, joined=True))
 
 
-def _measure(name: str, schedule: Schedule, costs: Costs, memory_limit: float, recompute: bool) -> Row:
-    """Time a schedule and compare it with the limit and the bound."""
+def _measure(
+    name: str, schedule: Schedule, costs: Costs, memory_limit: float, bound_within: float, recompute: bool
+) -> Row:
+    """Time a schedule and compare it with the limit, and with the bound of ``bound_within``."""
     timeline = schedule.simulate(costs)
-    least = _bound(costs, schedule, memory_limit, recompute)
+    least = _bound(costs, schedule, bound_within, recompute)
     return Row(name, schedule, timeline, least, fits=timeline.peak_memory <= memory_limit + EPSILON)
 
 

@@ -135,7 +135,7 @@ def _found(
         for same in uniform:
             ample = find(same, None, limit=math.inf)
             for plan in (ample, *_named_within(costs, placement, microbatches, math.inf, same)):
-                plans += _moved(plan, costs, limit)
+                plans += moved_within(plan, costs, limit)
     try:
         if recompute == "auto":
             plans.append(best_choice(costs, placement, microbatches, limit, find, progress))
@@ -208,7 +208,7 @@ def _named_within(
     return [plan for plan in plans if within(simulate(plan, costs), limit)]
 
 
-def _moved(plan: Schedule, costs: Costs, limit: Limit) -> list[Schedule]:
+def moved_within(plan: Schedule, costs: Costs, limit: Limit) -> list[Schedule]:
     """Return the plan with microbatches moved so that it is within the limit, if it can be."""
     try:
         made = offloaded(fuse(plan, costs), costs, memory_limit=limit)
