@@ -34,6 +34,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_gathering.py::test_a_price_is_measured_and_steps_show_another": ("dist",),
     "pipeline/test_lives.py": ("dist", "slow"),
     "pipeline/test_lost_peer.py::test_a_peer_in_a_collective_of_its_own_is_woken": ("dist", "slow"),
+    "pipeline/test_lost_peer.py::test_an_error_of_gloo_with_all_ranks_alive_keeps_its_text": ("dist",),
     "pipeline/test_lost_rank.py": ("dist",),
     "pipeline/test_matrix.py": ("dist", "slow"),
     "pipeline/test_memory.py": ("slow",),

@@ -15,6 +15,7 @@ from compare import assert_same_grads
 from sternway import schedule
 from sternway.errors import PipelineError
 from sternway.pipeline import LocalTransport, Pipeline, fit
+from sternway.pipeline.step._again import RecomputedForward
 
 DIM, ROWS = 6, 8
 
@@ -119,6 +120,48 @@ def test_a_buffer_that_changes_only_later_is_refused() -> None:
     x = torch.randn(ROWS, DIM)
     with pytest.raises(PipelineError, match=r"must change the same buffers in every call.*now changes mask"):
         pipe.step(x, target=x)
+
+
+def test_a_buffer_that_only_some_calls_change() -> None:
+    """What a call leaves alone, a later one changes before the backward of the first."""
+
+    class Sometimes(Fading):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.calls % 2 == 0:
+                self.factor.mul_(0.5).add_(x.detach().mean(0))
+            self.calls += 1
+            return (self.linear(x) * self.factor.clone()).tanh()
+
+    model = nn.ModuleList([Sometimes(True), Sometimes(True)])
+    alone, x = copy.deepcopy(model), torch.randn(ROWS, DIM)
+    plan = replace(schedule.make("gpipe", ranks=2, microbatches=4), recompute=(0, 1))
+    stages = dict(enumerate(model))
+    pipe = Pipeline(stages, schedule=plan, loss_fn=F.mse_loss, ranks=2, transport=LocalTransport())
+    pipe.step(x, target=x)
+    for rows in x.chunk(4):
+        (F.mse_loss(alone[1](alone[0](rows)), rows) / 4).backward()
+    assert_same_grads(model, alone)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_buffer_that_others_change_before_the_backward(in_place: bool) -> None:
+    """In place, plain autograd refuses it. Another tensor in its place changes nothing: the first run had the old."""
+    model = Fading(True)
+    x = torch.randn(ROWS, DIM)
+    again = RecomputedForward(model, lambda x: (model.linear(x) * model.mask).tanh())
+    (model.linear(x) * model.mask).tanh().sum().backward()
+    expected = model.linear.weight.grad
+    model.linear.weight.grad = None
+    output = again(x)
+    if in_place:
+        model.mask.mul_(2.0)
+        with pytest.raises(PipelineError, match="must find the buffers that it only reads as they were; got mask"):
+            output.sum().backward()
+    else:
+        model.mask = mask = torch.zeros(DIM)
+        output.sum().backward()
+        torch.testing.assert_close(model.linear.weight.grad, expected)
+        assert model.mask is mask
 
 
 def test_blocks_that_cannot_run_again_are_not_asked_to() -> None:

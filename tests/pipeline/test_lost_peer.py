@@ -18,7 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from gloo import free_port, join_group, processes
+from gloo import free_port, join_group, on_ranks, processes
+from sternway.errors import LostRankError, PipelineError
 from sternway.pipeline import Pipeline
 from sternway.pipeline.faults import _sockets
 
@@ -130,3 +131,28 @@ def test_connections_are_found_by_their_other_end() -> None:
         assert answers.recv(1) == b"x"
         for each in (ours, theirs, spared, answers):
             each.close()
+
+
+class Impatient(nn.Linear):
+    """Raises what gloo raises if a collective of a group of the user's takes too long."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1000ms for recv operation")
+        return super().forward(x)
+
+
+def _times_out(rank: int) -> None:
+    stage, x = Impatient(DIM, DIM), torch.randn(4, DIM)
+    pipe = Pipeline({rank: stage}, schedule="1f1b", n_microbatches=2, loss_fn=F.mse_loss, heartbeat_timeout=2.0)
+    pipe.step(x, target=x)
+    stage.fails = rank == 1
+    with pytest.raises(PipelineError, match="Timed out waiting 1000ms") as raised:
+        pipe.step(x, target=x)
+    assert isinstance(raised.value, LostRankError) == (rank == 0)
+
+
+def test_an_error_of_gloo_with_all_ranks_alive_keeps_its_text() -> None:
+    on_ranks(2, _times_out)

@@ -22,7 +22,9 @@ from sternway.errors import PipelineError, SavedError
 from sternway.pipeline import DistTransport, LocalTransport, Pipeline
 from sternway.pipeline.build import _measure
 from sternway.pipeline.build._offload import agreed_rate, make_policies
+from sternway.pipeline.build._partition import lay_out
 from sternway.pipeline.build._request import BuildRequest
+from sternway.pipeline.build._room import rooms
 from sternway.saved import Offload
 
 DIM, COUNT = 32, 6
@@ -212,3 +214,39 @@ def rates(rank: int, folder: str) -> None:
 def test_the_slowest_link_counts(tmp_path: Path) -> None:
     on_ranks(2, rates, str(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1f1b"])
+def test_a_rate_without_anywhere_to_go(schedule: str) -> None:
+    x = batch(2)
+    with pytest.raises(PipelineError, match=r"offload_rate is for stages that can be offloaded.*nowhere to go"):
+        Pipeline(
+            model(), schedule=schedule, n_microbatches=COUNT, loss_fn=F.mse_loss, ranks=2, sample=x, sample_target=x,
+            memory="1GB", offload_rate=FAST, transport=LocalTransport(),
+        )  # fmt: skip
+
+
+class Table(nn.Module):
+    """Multiplies by a table, which is a buffer or a plain attribute."""
+
+    def __init__(self, as_buffer: bool) -> None:
+        super().__init__()
+        self.linear, table = nn.Linear(DIM, DIM), torch.ones(64, DIM)
+        if as_buffer:
+            self.register_buffer("table", table)
+        else:
+            self.table = table
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.table).tanh()
+
+
+def test_tables_of_modules_do_not_leave_with_a_microbatch() -> None:
+    weighed = []
+    for as_buffer in (True, False):
+        blocks = nn.Sequential(*(Table(as_buffer) for _ in range(4)))
+        x = batch(2)
+        (room,) = rooms(blocks, lay_out(blocks, x, wanted=2), [[0, 2]], 10**9, x, x, F.mse_loss, None, 1e9)
+        weighed.append([(each.freed, each.moved) for each in room.weights])
+        assert all(0 < each.freed <= each.actions["F"].left for each in room.weights)
+    assert weighed[0] == weighed[1]

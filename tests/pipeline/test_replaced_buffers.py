@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from compare import assert_same_grads
 from sternway.errors import PipelineError
 from sternway.pipeline import LocalTransport, Pipeline
+from sternway.pipeline.forward._untouched import untouched
 
 
 class Fading(nn.Module):
@@ -69,3 +70,29 @@ def test_code_between_modules_cannot_replace_a_buffer(with_sample: bool) -> None
     x = torch.randn(4, 4)
     with pytest.raises(PipelineError, match=r"code between the modules changes the buffer factor.*forward of Between"):
         build(Between(), x[:2] if with_sample else None).step(x, target=x)
+
+
+class Remembering(nn.Module):
+    """Changes tensors that it has as plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.total, self.last, self.frozen = nn.Linear(4, 4), torch.zeros(4), None, _frozen()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.total += x.detach().sum(0)
+        self.last = (x,)
+        return self.linear(x) * self.frozen
+
+
+def _frozen() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(4)
+
+
+def test_plain_attributes_are_as_before_the_sample() -> None:
+    module = Remembering()
+    with untouched(module), torch.no_grad():
+        module(torch.ones(2, 4))
+    assert module.total.tolist() == [0.0] * 4
+    assert module.last is None

@@ -217,3 +217,17 @@ def test_the_connections_of_the_store_are_spared() -> None:
         assert lost_there.recv(5) == b""
         for end in (kept, kept_there, lost, lost_there):
             end.close()
+
+
+def test_unix_sockets_are_nobodys_connections() -> None:
+    """A process may have some for other reasons: asyncio, pipes of multiprocessing. All without a name look alike."""
+    before = _sockets.opened()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        new = _sockets.opened() - before
+        assert len(new) == 2
+        assert _sockets.ends(new, 29500) == []
+        assert _sockets.leading_to({"", " "}, new) == frozenset()
+        _sockets.cut(new, 29500)
+        theirs.send(b"x")
+        assert ours.recv(1) == b"x"

@@ -155,3 +155,22 @@ def test_it_is_named_apart_and_pipelines_refuse_it():
             pipeline.Pipeline(nn.Sequential(nn.Linear(2, 2)), schedule=wanted, n_microbatches=4, ranks=2)
     with pytest.raises(PipelineError, match=refusal):
         pipeline.fit(nn.Linear(2, 2), None, ranks=2, n_microbatches=4, schedule="dualpipe")
+
+
+@pytest.mark.parametrize("copies", [0, 99, "2", None, 1.5])
+def test_wrong_numbers_of_copies(copies):
+    text = schedule.make("dualpipe", ranks=4, microbatches=8).to_csv("compute_comms")
+    with pytest.raises(ScheduleError, match="copies must be a number from 1 on"):
+        schedule.from_csv(text, copies=copies)
+
+
+def test_there_are_no_other_plans_for_two_copies():
+    with pytest.raises(ScheduleError, match="one copy of the model; got dualpipe, of 2 copies"):
+        schedule.candidates(schedule.make("dualpipe", ranks=2, microbatches=4), Costs(), memory_limit=4, count=3)
+
+
+def test_measured_times_of_a_stage_whose_backwards_are_all_overlapped():
+    text = "0F0,1F2,(0F1;0B0)OVERLAP_F_B,(1F3;0B1)OVERLAP_F_B,1B2,1B3"
+    s = schedule.from_csv(text, copies=2).check()
+    with pytest.raises(ScheduleError, match="a backward of every stage that is not overlapped; got none of stage 0"):
+        schedule.measured_costs(s.simulate(), Costs())

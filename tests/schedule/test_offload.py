@@ -228,3 +228,13 @@ def test_it_is_drawn():
     trace = json.loads(t.to_chrome_trace())["traceEvents"]
     tracks = {e["args"]["name"]: e["tid"] for e in trace if e["name"] == "thread_name"}
     assert {e["tid"] for e in trace if e.get("cat") == "RELOAD"} == {tracks["rank 0: reloads"]}
+
+
+def test_what_was_not_computed_cannot_leave():
+    s = read("0OFFLOAD0,0F0,0F1,0RELOAD0,0B0,0B1")
+    with pytest.raises(ScheduleError, match="what is offloaded must have been computed before; got 0OFFLOAD0"):
+        s.simulate(Costs(offload=20))
+    with pytest.raises(ScheduleError, match="an action waits forever"):
+        offloaded(read("0B0,0F0"), COSTS, memory_limit=1)
+    with pytest.raises(ScheduleError, match="costs must be a Costs"):
+        offloaded(make("1f1b", ranks=2, microbatches=2), None, memory_limit=1)

@@ -136,3 +136,11 @@ def test_a_comparison_has_each_schedule_recomputed_too():
     assert both.best.timeline.span < plain.best.timeline.span
     assert all(row.gap >= 0 for row in both.rows if row.fits)
     assert "(stages recomputed: " in both.verdict
+
+
+def test_stages_that_keep_nothing():
+    assert schedule.search(Costs(), ranks=4, microbatches=12, memory_limit=2, recompute=[3]).recompute == (3,)
+    best = schedule.compare(Costs(), ranks=4, microbatches=12, memory_limit=1, recompute=True).rows[0]
+    assert best.fits
+    nothing = Costs(memory_after_F=0, memory_after_I=0)
+    assert schedule.search(nothing, ranks=2, microbatches=4, memory_limit=1).simulate(nothing).peak_memory == 0

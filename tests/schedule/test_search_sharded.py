@@ -70,7 +70,7 @@ def test_tiny_searches_find_the_best_of_all_orders(ranks, microbatches, stages_p
         arguments = {"ranks": ranks, "microbatches": microbatches, "memory_limit": limit}
         best = optimum(costs, placement, microbatches, limit)
         if best is None:
-            with pytest.raises(ScheduleError, match="memory_limit must be large enough for one microbatch and a gath"):
+            with pytest.raises(ScheduleError, match="memory_limit must be large enough for one microbatch and 1 of"):
                 schedule.search(costs, **arguments, stages_per_rank=stages_per_rank, sharded=True)
             continue
         plan = schedule.search(costs, **arguments, stages_per_rank=stages_per_rank, sharded=True)
@@ -109,7 +109,9 @@ def test_fewer_stages_are_gathered_where_memory_binds():
     assert all(gathers(steps) == 2 for steps in ample.actions), "each stage once"
     assert any(gathers(steps) > 2 for steps in tight.actions)
     assert tight.check(memory_limit=4, costs=costs).simulate(costs).period > ample.simulate(costs).period
-    with pytest.raises(ScheduleError, match=r"and a gathered stage; got memory_limit=2.5. Fix: pass 3 or more"):
+    with pytest.raises(
+        ScheduleError, match=r"and 1 of a rank.s stages gathered; got memory_limit=2.5. Fix: pass 3 or more"
+    ):
         schedule.search(costs, **arguments, memory_limit=2.5)
     schedule.search(costs, **arguments, memory_limit=3)
     once = schedule.search(costs, **arguments, memory_limit=8, gathered=1)
@@ -151,7 +153,7 @@ def test_memory_in_bytes_has_what_is_gathered():
     assert costs.bytes_of(small.simulate(costs).peak_memory) == 6e9
     large = schedule.search(costs, **arguments, memory="7GB")
     assert large.simulate(costs).period < small.simulate(costs).period
-    with pytest.raises(ScheduleError, match="large enough for one microbatch and a gathered stage"):
+    with pytest.raises(ScheduleError, match="large enough for one microbatch and 1 of"):
         schedule.search(costs, **arguments, memory="5GB")
 
 
@@ -250,3 +252,16 @@ def test_what_no_rank_waited_for_changes_as_the_others_do():
     assert found.gather == pytest.approx((3.0, 6.0)), "three times as long as planned"
     assert found.reduce == (5.0, 7.0), "nothing was seen"
     assert schedule.measured_costs(run, Costs()).gather == pytest.approx((3.0, 3.0)), "nothing was planned"
+
+
+def test_the_limit_that_an_error_names_is_enough():
+    costs = Costs(memory_gathered=1, gather=0.1, reduce=0.1)
+    options = {"ranks": 2, "microbatches": 4, "stages_per_rank": 2, "sharded": True, "gathered": 2}
+    with pytest.raises(
+        ScheduleError, match=r"2 of a rank.s stages gathered; got memory_limit=1.9. Fix: pass 2 or more"
+    ):
+        schedule.search(costs, memory_limit=1.9, **options)
+    plan = schedule.search(costs, memory_limit=2, **options)
+    assert plan.simulate(costs).peak_memory <= 2
+    with pytest.raises(ScheduleError, match="sharded must be True or False"):
+        schedule.compare(costs, ranks=2, microbatches=4, memory_limit=4, sharded=[0])

@@ -226,9 +226,9 @@ def _write(timeline: Timeline, out: Path | None, page: Callable[[Path], Path]) -
     if out is None:
         return []
     found = timeline.schedule
+    tables = {f"{found.name}.csv": found.to_csv(), f"{found.name}.comms.csv": found.to_csv("compute_comms")}
     texts = {
-        f"{found.name}.csv": found.to_csv(),
-        f"{found.name}.comms.csv": found.to_csv("compute_comms"),
+        **(tables if found.copies == 1 else {}),  # which do not say how many copies there are
         f"{found.name}.json": found.to_json() + "\n",
         f"{found.name}.svg": timeline.to_svg(),
         f"{found.name}.trace.json": timeline.to_chrome_trace(),

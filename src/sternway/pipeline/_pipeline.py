@@ -184,7 +184,7 @@ class Pipeline:
             stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place,
             self._everyone, None if memory is None else parse_bytes(memory, "memory", PipelineError), shard,
             counted_shards(shard, grid, gathered, memory), tune, gathered, shard_link(shard, grid),
-            movable, given_rate(offload_rate, memory),
+            movable, given_rate(offload_rate, memory, movable=movable is not None),
         )  # fmt: skip
         self._plan = agreed_plan(request, self.transport)
         gathered = gathered if self._plan.gathered is None else self._plan.gathered

@@ -104,7 +104,12 @@ def _backward(seen: dict[tuple[str, int], float], stage: int, expected: StageCos
     i, w, b = (seen.get((op, stage)) for op in "IWB")
     apart = expected.I[stage] + expected.W[stage]
     if i is None or w is None:
-        assert b is not None, "a stage has I and W, or B"
+        if b is None:
+            raise ScheduleError(
+                "a measured step must have a backward of every stage that is not overlapped",
+                got=f"none of stage {stage}",
+                fix="pass a step's",
+            )
         share = expected.I[stage] / apart if apart else 0.5
         whole = b * (apart / expected.B[stage] if expected.B[stage] and apart else 1.0)
         return share * whole, (1 - share) * whole, b

@@ -52,6 +52,7 @@ def offloaded(schedule: Schedule, costs: Costs, *, memory_limit: float | Sequenc
         ScheduleError: it does not fit even if all that could be is moved.
     """
     ScheduleError.unless(isinstance(schedule, Schedule), "offloaded needs a Schedule", schedule, "make or read one")
+    ScheduleError.unless(isinstance(costs, Costs), "costs must be a Costs", costs, "pass schedule.Costs(offload=0.5)")
     plain = without_moves(schedule)
     if memory_limit is None:
         return _smallest(plain, costs)
@@ -120,7 +121,7 @@ def _waits(steps: Sequence[Step]) -> list[tuple[tuple[int, int], tuple[int, int]
             which = action.stage, action.microbatch
             if action.op == "F":
                 begun[which] = index
-            elif action.is_backward and index - begun[which] > 1:  # else nothing happens meanwhile
+            elif action.is_backward and index - begun.get(which, index) > 1:  # else nothing happens meanwhile
                 found.append((which, (begun[which], index)))
     return sorted(found, key=lambda each: (each[1][0] - each[1][1], each[1][0]))
 

@@ -71,6 +71,12 @@ def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list
         if isinstance(step, Upkeep):
             if step.op == "OFFLOAD":  # it has been on its way since the end of F
                 cause = makers[3 * step.stage * schedule.n_microbatches + (step.microbatch or 0)]
+                if cause is nothing:
+                    raise ScheduleError(
+                        "what is offloaded must have been computed before",
+                        got=f"{step} (rank {rank}, step {len(mine)})",
+                        fix="call check(), which says why",
+                    )
                 start = cause.end
             before = links.get((rank, LINKS[step.op]))
             if step.op != "RESHARD" and before is not None and before.end > start:

@@ -26,11 +26,11 @@ def make_policies(to: str | Path | None, device: torch.device) -> Callable[[], O
     return functools.partial(offload, budget=0, prefetch=0, min_bytes=0, **target)
 
 
-def given_rate(rate: int | str | None, memory: int | str | None) -> int | None:
+def given_rate(rate: int | str | None, memory: int | str | None, *, movable: bool) -> int | None:
     """The bytes in a second that were passed.
 
     Raises:
-        PipelineError: it is no size, or there is no plan that depends on it.
+        PipelineError: it is no size, or there is no plan that depends on it: nothing is ``movable``.
     """
     if rate is None:
         return None
@@ -40,6 +40,12 @@ def given_rate(rate: int | str | None, memory: int | str | None) -> int | None:
             "offload_rate is for plans within memory=, and must be more than nothing",
             got=f"offload_rate={rate!r}, memory={memory!r}",
             fix="pass memory= too, or leave offload_rate out",
+        )
+    if not movable:
+        raise PipelineError(
+            "offload_rate is for stages that can be offloaded: not sharded, not captured, and on the CPU to a folder",
+            got=f"offload_rate={rate!r}, and nowhere to go",
+            fix="pass offload_to=, a folder on a disk, or leave offload_rate out",
         )
     return found
 

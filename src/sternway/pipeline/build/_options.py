@@ -135,7 +135,8 @@ def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOpt
             if shard is not None:
                 cut.release(set(parts))
                 shard_stages_of(model, list(parts.values()), shard)
-            spans.append(rehearsal.span(parts, option.schedule, option.costs, option.limit, option.room))
+            plan = option.schedule, option.costs, option.limit, option.room, option.gathered
+            spans.append(rehearsal.span(parts, *plan))
     if request.everyone is not None:
         spans = transport.crew_apart(request.everyone).share(spans)[0]
     return options[spans.index(min(spans))]

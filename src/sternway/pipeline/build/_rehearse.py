@@ -73,6 +73,7 @@ class Rehearsal:
         costs: Costs,
         memory_limit: float | Sequence[float],
         room: Room | None = None,
+        gathered: int | None = None,
     ) -> float:
         """The seconds of a step among others, once the order fits what the stages cost in it.
 
@@ -82,11 +83,11 @@ class Rehearsal:
             costs: those that it was made for.
             memory_limit: of the plan that follows from what is measured.
             room: its bytes, if they are limited.
+            gathered: how many sharded stages a rank keeps gathered; all by default.
         """
         self._count += 1
         here = [index for index, part in parts.items() if any(isinstance(each, FSDPModule) for each in part.modules())]
         held = {index for row in self._transport.crew().share(here) for index in row}
-        gathered = None if room is None or room.shards is None else room.shards.gathered
         with self._unchanged(parts):
             planned = schedules.sharded(schedule, stages=held, gathered=gathered)
             first = self._run(parts, planned)

@@ -137,8 +137,8 @@ class _Scale:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             self._stage.forward(0, self._microbatch, received, keep_output=False)
         module = self._stage.module
-        anyway = tensors_anyway(self._microbatch, received)
-        own = storage_sizes((*module.parameters(), *module.buffers(), *anyway))
+        anyway = [*tensors_anyway(self._microbatch, received), *self._stage.held_by_name()]
+        own = storage_sizes((*module.parameters(), *anyway))
         moved = {key: size for key, size in saved.items() if key not in own}
         stays = storage_sizes(self._stage.sent_tensors(0))
         self._stage.clear()

@@ -11,7 +11,7 @@ import select
 import socket
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 FOLDER = "/proc/self/fd"
 
@@ -40,7 +40,7 @@ def connected(sockets: Sockets, spared_port: int | None = None) -> Sockets:
 
     The store that a process holds may accept a connection at any time, also while a process group is being made.
     """
-    return frozenset(entry for entry, _ in _connections(sockets, spared_port))
+    return frozenset(found.entry for found in _connections(sockets, spared_port))
 
 
 def any_closed(sockets: Sockets) -> bool:
@@ -56,35 +56,47 @@ def any_closed(sockets: Sockets) -> bool:
 
 def cut(sockets: Sockets, spared_port: int | None = None) -> None:
     """Shut these sockets down, except connections from or to ``spared_port``."""
-    for _, connection in _connections(sockets, spared_port):
+    for found in _connections(sockets, spared_port):
         with suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
+            found.connection.shutdown(socket.SHUT_RDWR)
 
 
 def ends(sockets: Sockets, spared_port: int | None = None) -> list[str]:
     """This side of these connections, as addresses; except those from or to ``spared_port``."""
-    return [_address(connection.getsockname()) for _, connection in _connections(sockets, spared_port)]
+    return [_address(found.own) for found in _connections(sockets, spared_port)]
 
 
 def leading_to(addresses: Collection[str], sockets: Sockets) -> Sockets:
     """Those of these sockets whose other end is one of these addresses."""
     found = _connections(sockets, None)
-    return frozenset(entry for entry, connection in found if _address(connection.getpeername()) in addresses)
+    return frozenset(each.entry for each in found if _address(each.other) in addresses)
 
 
-def _address(end: Any) -> str:
-    return f"{end[0]} {end[1]}" if isinstance(end, tuple) else str(end)  # of a Unix socket, a path
+def _address(end: tuple[Any, ...]) -> str:
+    return f"{end[0]} {end[1]}"
 
 
-def _connections(sockets: Sockets, spared_port: int | None) -> Iterator[tuple[tuple[int, str], socket.socket]]:
+class _Connection(NamedTuple):
+    """A connection to another process, and its two ends: each a host, a port and more."""
+
+    entry: tuple[int, str]
+    connection: socket.socket
+    own: tuple[Any, ...]
+    other: tuple[Any, ...]
+
+
+def _connections(sockets: Sockets, spared_port: int | None) -> Iterator[_Connection]:
+    """Those of these sockets that are connections over a network, which ranks have; not Unix sockets."""
     for descriptor, target in sockets:
         with suppress(OSError):
             if _is(descriptor, target):
-                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                with socket.socket(fileno=os.dup(descriptor)) as found:
+                    if found.family not in (socket.AF_INET, socket.AF_INET6):
+                        continue
                     # getpeername fails for a listening socket; gloo would end the process if that were cut
-                    ends = connection.getsockname(), connection.getpeername()
-                    if not any(spared_port in end[1:2] for end in ends):
-                        yield (descriptor, target), connection
+                    own, other = found.getsockname(), found.getpeername()
+                    if spared_port not in (own[1], other[1]):
+                        yield _Connection((descriptor, target), found, own, other)
 
 
 def _is(descriptor: int, target: str) -> bool:

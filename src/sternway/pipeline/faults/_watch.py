@@ -129,6 +129,15 @@ class Watch:
         self._decided.wait(self._timeout + 4 * self._interval)
         return self.lost or LostRank(None, "a connection was lost")
 
+    def lost_peer(self) -> LostRank | None:
+        """An action failed in a group with other ranks: the rank that was lost before, if any.
+
+        If none is found, this takes ``heartbeat_timeout`` seconds, or little more.
+        """
+        self._hurry.set()
+        self._decided.wait(self._timeout + 4 * self._interval)
+        return self.lost if self.lost is not None and self.lost.rank != self._rank else None
+
     def last_seen(self) -> dict[int, str]:
         """The last sign of life of each rank that was looked at."""
         return self._signs.last_seen()
@@ -172,9 +181,12 @@ class Watch:
 
     def _once(self) -> None:
         self._signs.write(self._position())
-        if self.lost is None and (lost := self._news()) is not None:
-            self._signs.write_ends(self._ends())  # now with groups that were made meanwhile
-            self._others = self._signs.ends()  # later there may be no store
+        lost = self._news() if self.lost is None else self.lost
+        if lost is not None:
+            with suppress(RuntimeError):  # the loss counts, whatever becomes of the store
+                self._signs.write_ends(self._ends())  # now with groups that were made meanwhile
+                self._others |= self._signs.ends()  # later there may be no store
+        if lost is not None and self.lost is None:
             self._decide(lost)
             self._signs.confirm()
 

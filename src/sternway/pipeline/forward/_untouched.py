@@ -22,20 +22,20 @@ def untouched(*modules: nn.Module) -> Iterator[None]:
     tensors = [tensor for module in modules for tensor in [*module.parameters(), *module.buffers()]]
     owners = {id(owner): owner for module in modules for owner in module.modules()}.values()
     held = [(owner, type(owner), _held(owner)) for owner in owners]
-    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}.values()
-    before = [(buffer, version_of(buffer), buffer.detach().clone()) for buffer in buffers]
+    named = {id(value): value for _, _, values in held for value in values.values() if _is_tracked(value)}
+    before = [(tensor, version_of(tensor), tensor.detach().clone()) for tensor in named.values()]
     with torch.random.fork_rng(devices=list({tensor.device for tensor in tensors if tensor.device.type == "cuda"})):
         try:
             yield
         finally:
             with torch.no_grad():
-                for buffer, version, value in before:
+                for tensor, version, value in before:
                     # batch norm writes its statistics without counting up their version
-                    if version_of(buffer) != version or not same_values(buffer, value):
-                        buffer.copy_(value)
-            for owner, kind, named in held:
+                    if version_of(tensor) != version or not same_values(tensor, value):
+                        tensor.copy_(value)
+            for owner, kind, values in held:
                 if type(owner) is kind:  # not a lazy module that has become another
-                    _put_back(owner, named)
+                    _put_back(owner, values)
 
 
 def _held(module: nn.Module) -> dict[str, Any]:
@@ -44,8 +44,12 @@ def _held(module: nn.Module) -> dict[str, Any]:
     return plain | dict(module.named_buffers(recurse=False))
 
 
+def _is_tracked(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_inference()
+
+
 def _put_back(module: nn.Module, named: dict[str, Any]) -> None:
-    now = _held(module)
+    now = vars(module) | dict(module.named_buffers(recurse=False))
     for name, value in named.items():
         if name in now and now[name] is not value:
             setattr(module, name, value)

@@ -73,7 +73,7 @@ class _Before:
         held: what the call is given in containers and by name: checkpoints do not look whether that is changed later.
 
     Attributes:
-        values: what those were that the call changes.
+        values: what those were that calls change.
     """
 
     def __init__(self, module: nn.Module, changing: frozenset[str] | None, held: list[Tensor]) -> None:
@@ -81,26 +81,31 @@ class _Before:
         buffers = _buffers(module)
         self._found = {name: (buffer, version_of(buffer)) for name, buffer in buffers.items()}
         self._now: dict[str, Tensor] = {}
+        self._is_known = changing is not None
         wanted = buffers if changing is None else changing & buffers.keys()
         self.values = _copies({name: buffers[name] for name in wanted})
 
     def keep_changed(self) -> None:
-        """After the call: hold no more than what it has changed."""
-        after, kept = _buffers(self._module), dict[str, Tensor]()
+        """After the call: hold copies of no more than what calls change."""
+        after, kept, same = _buffers(self._module), dict[str, Tensor](), dict[str, tuple[Tensor, int]]()
         for name, (buffer, version) in self._found.items():
             is_written = version_of(buffer) != version
-            if name in self.values:  # batch norms write without counting
-                if is_written or after.get(name) is not buffer or not same_values(buffer, self.values[name]):
+            if name in self.values:
+                # One that is known to change may do so in a later call. Batch norms write without counting.
+                is_changed = self._is_known or is_written or after.get(name) is not buffer
+                if is_changed or not same_values(buffer, self.values[name]):
                     kept[name] = self.values[name]
+                else:
+                    same[name] = buffer, version
             elif is_written:
                 raise PipelineError(
                     "what is recomputed must change the same buffers in every call",
                     got=f"a {type(self._module).__name__} that now changes {name}, and did not before",
                     fix=_FIX,
                 )
-            elif after.get(name) is not buffer:  # another tensor took its place
-                kept[name] = buffer
-        self.values, self._found = kept, {}
+            else:
+                same[name] = buffer, version
+        self.values, self._found = kept, same
 
     def __enter__(self) -> None:
         if self._versions != _versions(self._held):
@@ -109,11 +114,18 @@ class _Before:
                 got=f"an input of a {type(self._module).__name__} that was changed in place since",
                 fix=_FIX,
             )
+        for name, (buffer, version) in self._found.items():
+            if version_of(buffer) != version:
+                raise PipelineError(
+                    "what is recomputed must find the buffers that it only reads as they were",
+                    got=f"{name} of a {type(self._module).__name__}, which was changed in place since",
+                    fix=_FIX,
+                )
         self._now = _buffers(self._module)
-        _put(self._module, _copies(self.values))
+        _put(self._module, {name: buffer for name, (buffer, _) in self._found.items()} | _copies(self.values))
 
     def __exit__(self, *_: object) -> None:
-        _put(self._module, {name: self._now[name] for name in self.values if name in self._now})
+        _put(self._module, self._now)
         self._now = {}
 
 
@@ -129,9 +141,11 @@ def _copies(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _put(module: nn.Module, values: dict[str, Tensor]) -> None:
+    now = dict(module.named_buffers(remove_duplicate=False))
     for name, value in values.items():
-        owner, _, last = name.rpartition(".")
-        setattr(module.get_submodule(owner), last, value)
+        if now.get(name) is not value:
+            owner, _, last = name.rpartition(".")
+            setattr(module.get_submodule(owner), last, value)
 
 
 def _container(argument: Any) -> Any:

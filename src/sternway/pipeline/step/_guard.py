@@ -54,6 +54,8 @@ class Guard:
             return None
         if watch.lost is None and _GLOO not in str(cause):
             return None
+        if watch.lost_peer() is None:  # a timeout in a group of the user's, say: the error itself tells more
+            return None
         found = self._transport.explain(cause)
         return found if isinstance(found, LostRankError) else None
 

@@ -116,8 +116,10 @@ def _run_upkeep(step: RankStep, index: int, upkeep: Upkeep) -> None:
         step.stream_times.mark(twice=True)
     stage = step.stages[upkeep.stage]
 
+    times = step.times  # not the step, which has the batch
+
     def noted(end: float) -> None:
-        step.times[place] = start, end
+        times[place] = start, end
 
     try:
         if upkeep.microbatch is not None:

@@ -51,7 +51,7 @@ class StageShards:
             unit: done / (sum(sizes) or 1) for unit, done in zip(self._units, accumulate(sizes), strict=True)
         }
         self._begun = 0.0
-        self._noted: Callable[[float], None] = lambda end: None
+        self._noted: Callable[[float], None] = _unnoted
         for unit in self._units:
             unit.command(lambda: self._gathered, functools.partial(self._around, unit))
 
@@ -112,9 +112,11 @@ class StageShards:
             unit.finish()
         for unit in self._units:
             unit.release()
+        self._noted = _unnoted
 
     def drop(self) -> None:
         """After a step that failed: free what is gathered, and forget its gradients."""
+        self._noted = _unnoted
         if self._gathered:
             self._gathered = False
             for unit in self._units:
@@ -128,6 +130,10 @@ class StageShards:
             args, kwargs = _cast((args, kwargs), policy.param_dtype)
         output = forward(*args, **kwargs)
         return output if id(module) in self._goes_on else _cast(output, policy.output_dtype)
+
+
+def _unnoted(end: float) -> None:
+    """Between steps, nobody wants to know when parameters arrive."""
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:

@@ -119,7 +119,7 @@ class Stage:
         """What moves the activations of a microbatch, but not what the rank holds anyway."""
         assert self.movers is not None, "a pipeline with such a schedule has them"
         mover = self.movers.take(number)
-        mover.spare(tensors_anyway(microbatch, received))
+        mover.spare([*tensors_anyway(microbatch, received), *self.held_by_name()])
         return mover
 
     def _forward(
@@ -191,6 +191,12 @@ class Stage:
         """The modules of the stage; of a whole model, all, since its code between the pieces runs in every stage."""
         whole = self.module.model.modules() if isinstance(self.module, ModelPart) else ()
         return [*self.module.modules(), *whole]
+
+    def held_by_name(self) -> list[Tensor]:
+        """Buffers, and tensors that are plain attributes of modules, such as tables: no microbatch's own."""
+        modules = self.all_modules()
+        plain = [value for module in modules for value in vars(module).values() if isinstance(value, Tensor)]
+        return [*plain, *(buffer for module in modules for buffer in module.buffers(recurse=False))]
 
     def check_loss(self) -> None:
         """At the end of a step: raise if the losses of its microbatches do not add up to that of the batch."""

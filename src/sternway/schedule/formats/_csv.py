@@ -108,12 +108,13 @@ def from_csv(
             )
         ranks.append(steps)
     stages = _stages(holder)
-    if any(isinstance(step, Transfer) for steps in ranks for step in steps) or dialect == "compute_comms":
-        check_transfers(ranks, stages, copies)
     placement = [tuple(s for s, r in enumerate(stages) if r == rank) for rank in range(len(ranks))]
     kinds = (Action, Overlap, Upkeep) if upkeep else (Action, Overlap)
     actions = [tuple(step for step in steps if isinstance(step, kinds)) for steps in ranks]
-    return Schedule(name, n_microbatches, tuple(placement), tuple(actions), copies=copies)
+    made = Schedule(name, n_microbatches, tuple(placement), tuple(actions), copies=copies)
+    if any(isinstance(step, Transfer) for steps in ranks for step in steps) or dialect == "compute_comms":
+        check_transfers(ranks, stages, copies)
+    return made
 
 
 def _known(dialect: str) -> None:

@@ -45,6 +45,12 @@ def candidates(
             limit. The running plan always takes part.
         gathered: how many of its sharded stages a rank keeps gathered; by default as many as fit.
     """
+    if running.copies > 1:
+        raise ScheduleError(
+            "other plans are for a schedule of one copy of the model",
+            got=f"{running.name}, of {running.copies} copies",
+            fix='pass one of those that names() lists, such as "dualpipe-v"',
+        )
     held, most = running.gathered, within_limit(costs, memory_limit)
 
     def allowed(plan: Schedule, rank: int) -> bool:

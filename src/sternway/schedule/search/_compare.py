@@ -219,7 +219,8 @@ def compare(
     limit = limit_of(costs, memory_limit, memory)
     assert isinstance(limit, int | float)  # one for all ranks
     check_arguments(costs, ranks, microbatches, limit)
-    checked_shards(sharded, gathered, 0)
+    ScheduleError.unless(type(sharded) is bool, "sharded must be True or False", sharded, "pass True: all stages are")
+    checked_shards(sharded, gathered, ranks)
     rows, unmade = [], []
     if sharded and offload:
         raise ScheduleError("a comparison cannot both shard and offload stages", got="both", fix="leave one out")

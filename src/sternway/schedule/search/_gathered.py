@@ -173,16 +173,18 @@ def step_time(timeline: Timeline) -> tuple[float, float]:
     return float(f"{timeline.period:.9g}"), float(f"{timeline.makespan:.9g}")
 
 
-def too_small(costs: Costs, placement: Placement, limit: Limit, stages: Collection[int]) -> ScheduleError:
-    """Return the error if nothing fits."""
+def too_small(
+    costs: Costs, placement: Placement, limit: Limit, stages: Collection[int], gathered: int | None, recomputes: bool
+) -> ScheduleError:
+    """Return the error if nothing fits, with what would; where stages may be recomputed, that is not so simple."""
     each = costs.per_stage(placement)
     least = max(
         math.fsum(max(each.keeps[s], each.keeps_after_i[s]) for s in own)
-        + max((each.gathered[s] for s in own if s in stages), default=0.0)
+        + math.fsum(sorted((each.gathered[s] for s in own if s in stages), reverse=True)[: gathered or 1])
         for own in placement
     )
     return ScheduleError(
-        "memory_limit must be large enough for one microbatch and a gathered stage",
+        f"memory_limit must be large enough for one microbatch and {gathered or 1} of a rank's stages gathered",
         got=f"memory_limit={limit!r}",
-        fix=f"pass {least:g} or more",
+        fix=f"pass {'more' if recomputes else f'{least:g} or more'}",
     )

@@ -67,7 +67,10 @@ def _stretches(problem: Problem) -> Iterator[tuple[float, float]]:
 def _fastest(problem: Problem, stretch: tuple[float, float]) -> Iterator[Pattern]:
     """Yield the pattern with the shortest period at which it fits both the ranks and the memory limit, if any."""
     ranks = range(problem.ranks)
-    period = max(max(problem.work(rank), problem.holding(rank) / problem.limit[rank]) for rank in ranks)
+    keeping = [rank for rank in ranks if problem.limit[rank] > 0]  # a limit of nothing is of a rank that keeps nothing
+    period = max(
+        *map(problem.work, ranks), *(problem.holding(rank) / problem.limit[rank] for rank in keeping), 0.0
+    )  # fmt: skip
     for _ in range(_PERIODS if period > 0 else 0):
         starts = _lay_out(problem, period, stretch)
         if starts is not None and _fits(problem, period, starts):

@@ -110,7 +110,7 @@ def search(
             plans.insert(number, found(rest, part_of(progress, number, len(rests))))
     best = best_gathered(plans, costs, held, gathered, limit)
     if best is None:
-        raise too_small(costs, placement, limit, held)
+        raise too_small(costs, placement, limit, held, gathered, recompute == "auto")
     return best
 
 

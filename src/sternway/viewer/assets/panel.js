@@ -15,7 +15,8 @@ function aboutEvent(view, run, event) {
   const wait = event.start - (before ? before.end : 0);
   rows.push(["waited before", wait > 1e-12 * view.end ? time(wait) : "not at all"]);
   for (const other of view.runs) {
-    const same = other === run ? null : other.events.find((each) => each.rank === event.rank && each.label === event.label);
+    const alike = (each) => each.rank === event.rank && each.label === event.label; // a gather may come several times
+    const same = other === run ? null : other.events.filter(alike)[run.events.filter(alike).indexOf(event)];
     if (!same) continue;
     const length = same.end - same.start, ratio = length ? (event.end - event.start) / length : 0;
     rows.push([other.name, `${time(length)}, from ${time(same.start)}${ratio ? `; here ${ratio.toFixed(2)} times that` : ""}`]);
