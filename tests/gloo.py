@@ -79,6 +79,34 @@ def _rank(
         raise SystemExit(1) from None
 
 
+def heard_from(ranks: int, target: Callable[..., None], *arguments: Any, victim: int, limit: float) -> dict[int, Any]:
+    """What ranks put into a queue, by rank, when all but the victim have ended; then that one is ended, too.
+
+    Each is called with its number, how many there are, a port, the victim's number, the arguments and the queue.
+    """
+    context = processes()
+    said, port = context.SimpleQueue(), free_port()
+    started = [
+        context.Process(target=target, args=(rank, ranks, port, victim, *arguments, said)) for rank in range(ranks)
+    ]
+    for process in started:
+        process.start()
+    try:
+        for rank, process in enumerate(started):
+            if rank != victim:
+                process.join(limit)
+                assert not process.is_alive(), f"rank {rank} hangs"
+    finally:
+        for process in started:
+            process.kill()
+            process.join()
+    heard = {}
+    while not said.empty():
+        rank, *words = said.get()
+        heard[rank] = words
+    return heard
+
+
 def on_ranks(
     world: int,
     function: Callable[..., None],

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from gloo import free_port, join_group, on_ranks, processes
+from gloo import heard_from, join_group, on_ranks
 from sternway.errors import LostRankError, PipelineError
 from sternway.pipeline import Pipeline
 from sternway.pipeline.faults import _sockets
@@ -50,8 +50,8 @@ def _raise(grad: Tensor) -> Tensor:
     raise ValueError("no luck")
 
 
-def _rank(rank: int, port: int, victim: int, where: str, shard: bool, reports: str, said: Any) -> None:
-    join_group(rank, RANKS, port)
+def _rank(rank: int, ranks: int, port: int, victim: int, where: str, shard: bool, reports: str, said: Any) -> None:
+    join_group(rank, ranks, port)
     other = "dp_shard" if shard else "tp"
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", other))
     stage: nn.Module = Faulty(where if rank == victim else None)
@@ -79,27 +79,7 @@ def _rank(rank: int, port: int, victim: int, where: str, shard: bool, reports: s
     [(0, "F", False), (3, "I", False), (1, "W", False), (2, "F", True)],
 )
 def test_a_peer_in_a_collective_of_its_own_is_woken(victim: int, where: str, shard: bool, tmp_path: Any) -> None:
-    context = processes()
-    said, port = context.SimpleQueue(), free_port()
-    started = [
-        context.Process(target=_rank, args=(rank, port, victim, where, shard, str(tmp_path), said))
-        for rank in range(RANKS)
-    ]
-    for process in started:
-        process.start()
-    try:
-        for rank, process in enumerate(started):
-            if rank != victim:
-                process.join(LIMIT)
-                assert not process.is_alive(), f"rank {rank} hangs"
-    finally:
-        for process in started:
-            process.kill()
-            process.join()
-    heard = {}
-    while not said.empty():
-        rank, *words = said.get()
-        heard[rank] = words
+    heard = heard_from(RANKS, _rank, where, shard, str(tmp_path), victim=victim, limit=LIMIT)
     assert sorted(heard) == list(range(RANKS))
     stage = victim // 2
     assert heard[victim][0] == "PipelineError"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gloo import free_port, join_group, processes
+from gloo import heard_from, join_group
 from sternway.errors import LostRankError
 from sternway.pipeline import Pipeline
 
@@ -96,28 +96,7 @@ def _rank(rank: int, ranks: int, port: int, victim: int, way: str, backward: boo
     ],
 )
 def test_every_other_rank_says_which(ranks: int, victim: int, way: str, backward: bool, tmp_path: Path) -> None:
-    context = processes()
-    said = context.SimpleQueue()
-    port = free_port()
-    started = [
-        context.Process(target=_rank, args=(rank, ranks, port, victim, way, backward, str(tmp_path), said))
-        for rank in range(ranks)
-    ]
-    for process in started:
-        process.start()
-    try:
-        for rank, process in enumerate(started):
-            if rank != victim:
-                process.join(LIMIT)
-                assert not process.is_alive(), f"rank {rank} hangs"
-    finally:
-        for process in started:
-            process.kill()
-            process.join()
-    heard = {}
-    while not said.empty():
-        rank, *words = said.get()
-        heard[rank] = words
+    heard = heard_from(ranks, _rank, way, backward, str(tmp_path), victim=victim, limit=LIMIT)
     others = [rank for rank in range(ranks) if rank != victim]
     assert set(others) <= heard.keys()
     for rank in others:

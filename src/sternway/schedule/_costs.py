@@ -71,7 +71,7 @@ class StageCosts:
 
     @property
     def amounts(self) -> tuple[tuple[float, ...], ...]:
-        """All amounts of memory, in the order in which ``kept_steps`` takes them."""
+        """All amounts of memory, in the order in which ``kept_by`` takes them."""
         return self.keeps, self.keeps_after_i, self.gathered, self.works, self.away
 
     def time(self, step: Step) -> float:

@@ -30,7 +30,7 @@ def memory_steps(schedule: "Schedule", rank: int, costs: Costs) -> Iterator[tupl
         [(1.0, 1.0), (1.0, 0.5), (0.5, 0.0)]
     """
     each = costs.per_stage(schedule.placement, schedule.recompute, schedule.copies)
-    for during, after in kept_steps(schedule, rank, *each.amounts):
+    for during, after in kept_by(schedule.actions[rank], *each.amounts):
         yield round(during, _DIGITS), round(after, _DIGITS)
 
 
@@ -38,26 +38,6 @@ def peak(schedule: "Schedule", rank: int, costs: Costs) -> float:
     """Return the most that a rank keeps at any step."""
     # After a step, too: I can leave more than F kept.
     return max(map(max, memory_steps(schedule, rank, costs)), default=0.0)
-
-
-def kept_steps(
-    schedule: "Schedule",
-    rank: int,
-    after_f: Sequence[float],
-    after_i: Sequence[float],
-    gathered: Sequence[float] | None = None,
-    works: Sequence[float] | None = None,
-    away: Sequence[float] | None = None,
-) -> Iterator[tuple[float, float]]:
-    """``memory_steps`` in given amounts: what F of each stage keeps, what I leaves of it, what it takes gathered,
-    what its backward takes beyond what F kept, and what stays of what is offloaded.
-
-    Example:
-        >>> from sternway import schedule
-        >>> list(kept_steps(schedule.from_csv("0F0,0B0"), 0, [300], [100]))
-        [(300, 300), (300, 0)]
-    """
-    yield from kept_by(schedule.actions[rank], after_f, after_i, gathered, works, away)
 
 
 def kept_by(
@@ -68,7 +48,16 @@ def kept_by(
     works: Sequence[float] | None = None,
     away: Sequence[float] | None = None,
 ) -> Iterator[tuple[float, float]]:
-    """``kept_steps`` of steps that need not be a rank's of a schedule."""
+    """``memory_steps`` of any steps, in given amounts.
+
+    These are what F of each stage keeps, what I leaves of it, what the stage takes gathered, what its backward takes
+    beyond what F kept, and what stays of what is offloaded.
+
+    Example:
+        >>> from sternway import schedule
+        >>> list(kept_by(schedule.from_csv("0F0,0B0").actions[0], [300], [100]))
+        [(300, 300), (300, 0)]
+    """
     level: float = 0
     for step in steps:
         during = level

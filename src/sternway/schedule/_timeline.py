@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Step, Upkeep
 from sternway.schedule._costs import Costs
-from sternway.schedule._memory import kept_steps, memory_steps, peak
+from sternway.schedule._memory import kept_by, memory_steps, peak
 
 if TYPE_CHECKING:
     from sternway.schedule._schedule import Schedule
@@ -156,7 +156,8 @@ class Timeline:
                     fix="pass a list of that length",
                 )
         ranks = range(len(self.events))
-        return tuple(self._curve(rank, kept_steps(self.schedule, rank, after_f, after_i, gathered)) for rank in ranks)
+        rows = self.schedule.actions
+        return tuple(self._curve(rank, kept_by(rows[rank], after_f, after_i, gathered)) for rank in ranks)
 
     def _curve(self, rank: int, levels: Iterator[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
         curve = [(0.0, 0.0)]
