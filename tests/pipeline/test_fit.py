@@ -20,6 +20,7 @@ from sternway._torch.sharded import local_part
 from sternway.demo import GPT
 from sternway.errors import PipelineError, ScheduleError
 from sternway.pipeline import Pipeline
+from sternway.pipeline.build._rank_bytes import RankBytes
 
 DIM = 32
 NAMES = "gpipe", "1f1b", "zb-h2", "interleaved-zb", "zb-v", "dualpipe-v"  # benchmarks/plan runs all
@@ -34,12 +35,21 @@ def sample() -> Tensor:
     return torch.randn(4, 16, DIM)
 
 
-def hold_what_was_predicted(rank: int) -> None:
+Predicted = dict[str, tuple[RankBytes, ...]]
+"""By schedule, what each rank will hold."""
+
+
+def predicted(n_microbatches: int, **options: Any) -> Predicted:
+    """Once for all processes: it takes seconds."""
     x = sample()
-    found = pipeline.fit(model(), x, ranks=2, n_microbatches=6, loss_fn=F.mse_loss, target=x)
-    ways = {way.schedule.name: way for way in found.ways if not way.recompute}
-    assert set(ways) == set(schedule.names())
-    for name, way in ((name, ways[name]) for name in NAMES):
+    found = pipeline.fit(
+        model(), x, ranks=2, n_microbatches=n_microbatches, loss_fn=F.mse_loss, target=x, **options
+    )  # fmt: skip
+    return {way.schedule.name: way.ranks for way in found.ways if not way.recompute}
+
+
+def hold_what_was_predicted(rank: int, found: Predicted) -> None:
+    for name in NAMES:
         pipe = Pipeline(model(), schedule=name, n_microbatches=6, loss_fn=F.mse_loss)
         batch = torch.randn(24, 16, DIM)
         pipe.step(batch, target=batch, record=False)
@@ -48,17 +58,23 @@ def hold_what_was_predicted(rank: int) -> None:
             before = counter.peak = counter.now
             pipe.step(batch, target=batch, record=False)
         pipe.close()
-        each = way.ranks[rank]
+        each = found[name][rank]
         held = each.activations + each.working
         assert counter.peak - before == pytest.approx(held, rel=0.03), (name, counter.peak - before, each)
         assert each.parameters == sum(p.nbytes for p in pipe.parameters())
 
 
 def test_two_processes_hold_what_was_predicted() -> None:
-    on_ranks(2, hold_what_was_predicted)
+    found = predicted(6)
+    assert set(found) == set(schedule.names())
+    on_ranks(2, hold_what_was_predicted, found)
 
 
-def hold_what_was_predicted_of_shards(rank: int) -> None:
+SHARDED = {"1f1b": (None, ["4"]), "zb-v": (1, ["2", "4", "6"])}
+"""By schedule, how many stages are gathered at once, and where the model is cut."""
+
+
+def hold_what_was_predicted_of_shards(rank: int, found: Predicted) -> None:
     mesh, x = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp_shard")), sample()
     batch = torch.randn(16, 16, DIM)
 
@@ -66,11 +82,7 @@ def hold_what_was_predicted_of_shards(rank: int) -> None:
         for block in stage.children():
             fully_shard(block, mesh=mesh["dp_shard"])
 
-    for name, gathered, cuts in (("1f1b", None, ["4"]), ("zb-v", 1, ["2", "4", "6"])):
-        found = pipeline.fit(
-            model(), x, ranks=2, n_microbatches=4, schedule=name, loss_fn=F.mse_loss, target=x, shards=2,
-            gathered=gathered,
-        )  # fmt: skip
+    for name, (gathered, cuts) in SHARDED.items():
         pipe = Pipeline(
             model(), schedule=name, n_microbatches=4, loss_fn=F.mse_loss, mesh=mesh, sample=x, shard=shard, cuts=cuts,
             gathered=gathered,
@@ -80,19 +92,17 @@ def hold_what_was_predicted_of_shards(rank: int) -> None:
             pipe.step(batch, target=batch, record=False)
             before = counter.peak = counter.now
             pipe.step(batch, target=batch, record=False)
-        each = next(way for way in found.ways if not way.recompute).ranks[mesh.get_local_rank("pp")]
+        each = found[name][mesh.get_local_rank("pp")]
         held = each.gathered + each.activations + each.working
         assert counter.peak - before == pytest.approx(held, rel=0.03), (name, counter.peak - before, each)
         assert each.parameters == sum(local_part(p).nbytes for p in pipe.parameters())
         assert each.gathered > each.parameters
         pipe.close()
-    _refuse_what_is_not_sharded(mesh, x, shard)
+    _refuse_what_is_not_sharded(mesh, x, shard, max(each.total for each in found["1f1b"]))
 
 
-def _refuse_what_is_not_sharded(mesh: DeviceMesh, x: Tensor, shard: Callable[[nn.Module], None]) -> None:
+def _refuse_what_is_not_sharded(mesh: DeviceMesh, x: Tensor, shard: Callable[[nn.Module], None], peak: int) -> None:
     """``memory=`` counts shards: just enough for these is enough, but not if a stage stays whole."""
-    found = pipeline.fit(model(), x, ranks=2, n_microbatches=4, schedule="1f1b", loss_fn=F.mse_loss, target=x, shards=2)
-    peak = next(way.peak for way in found.ways if not way.recompute)
     options: Any = {"schedule": "1f1b", "n_microbatches": 4, "loss_fn": F.mse_loss, "cuts": ["4"], "mesh": mesh}
     options |= {"sample": x, "sample_target": x, "memory": peak}
     Pipeline(model(), shard=shard, **options).close()
@@ -124,7 +134,10 @@ class ResizeCounter(OperationCounter):
 
 
 def test_four_processes_hold_what_was_predicted_of_shards() -> None:
-    on_ranks(4, hold_what_was_predicted_of_shards)
+    found: Predicted = {}
+    for name, (gathered, _) in SHARDED.items():
+        found |= predicted(4, schedule=name, shards=2, gathered=gathered)
+    on_ranks(4, hold_what_was_predicted_of_shards, found)
 
 
 def test_kinds_of_memory_add_up() -> None:
