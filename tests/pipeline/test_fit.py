@@ -94,7 +94,8 @@ def hold_what_was_predicted_of_shards(rank: int, found: Predicted) -> None:
             pipe.step(batch, target=batch, record=False)
         each = found[name][mesh.get_local_rank("pp")]
         held = each.gathered + each.activations + each.working
-        assert counter.peak - before == pytest.approx(held, rel=0.03), (name, counter.peak - before, each)
+        # FSDP frees what it reduces when that has arrived, which may be before the fullest moment or after it.
+        assert 0.9 * held <= counter.peak - before <= 1.03 * held, (name, counter.peak - before, each)
         assert each.parameters == sum(local_part(p).nbytes for p in pipe.parameters())
         assert each.gathered > each.parameters
         pipe.close()
