@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from compare import assert_same_grads
 from gloo import on_ranks
+from held import held_while_plans_are_tried
 from searches import searches_at_once
 from sternway import pipeline
-from sternway._torch.memory import OperationCounter
 from sternway.errors import PipelineError
 from sternway.pipeline import LocalTransport, Pipeline
 
@@ -53,27 +53,7 @@ def build(memory: int | str, schedule: str = "auto", **more: Any) -> Pipeline:
 def stay_within(rank: int, limit: int) -> None:
     with searches_at_once():
         pipe = build(limit)
-    x = batch()
-    alone = model()
-    F.mse_loss(alone(x), x).backward()
-    reference = dict(alone.named_parameters())
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.0)
-    pipe.step(x, target=x)
-    optimizer.step()
-    for number in range(24):  # while plans are tried
-        for _, parameter in pipe.named_parameters():
-            parameter.grad.zero_()
-        if number == 0:
-            counter = OperationCounter().__enter__()
-            pipe.step(x, target=x)  # now it knows what was there before
-            before = counter.peak = counter.now
-            continue
-        pipe.step(x, target=x)
-        for name, parameter in pipe.named_parameters():
-            torch.testing.assert_close(parameter.grad, reference[name].grad, rtol=1e-4, atol=1e-6)
-    counter.__exit__(None, None, None)
-    own = sum(parameter.nbytes for parameter in pipe.parameters())
-    held = 4 * own + counter.peak - before  # gradients, and AdamW's two
+    held = held_while_plans_are_tried(pipe, model(), batch())
     assert held <= 1.03 * limit, (held, limit, str(pipe.schedule))
     assert "of" in repr(pipe).split("memory")[1]
     assert len({plan.actions for plan in pipe.transport.crew().share(pipe.schedule)}) == 1
