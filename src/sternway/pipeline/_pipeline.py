@@ -2,59 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from sternway._bytes import parse_bytes
 from sternway._torch import require
 from sternway._torch.sharded import local_part
 from sternway.errors import PipelineError
-from sternway.pipeline.build._agree import agreed_plan, describe, make_stages, make_tuner
-from sternway.pipeline.build._checks import (
-    check_arguments,
-    check_cuda_graphs,
-    check_plain,
-    check_recompute,
-    check_weights,
-    checked_skips,
-    is_sharded,
-)
-from sternway.pipeline.build._offload import check_offload, given_rate, make_policies, moves
-from sternway.pipeline.build._request import BuildRequest
+from sternway.pipeline.build._agree import describe
+from sternway.pipeline.build._assemble import PipelineArguments, Saved, assemble
 from sternway.pipeline.build._shard_stage import ShardFn
-from sternway.pipeline.build._sharding import counted_shards, shard_link, shard_stages, whole_state, with_upkeep
+from sternway.pipeline.build._sharding import whole_state
 from sternway.pipeline.build._weights import Weights
 from sternway.pipeline.checkpoint._checkpoint import Checkpoints, SaveRequest, with_prefixes
 from sternway.pipeline.checkpoint._saving import Resumed, Saving
 from sternway.pipeline.faults._nonfinite import OnNonfinite, check_nonfinite
-from sternway.pipeline.faults._report import default_folder
 from sternway.pipeline.pretrained._generate import generate
 from sternway.pipeline.pretrained._save import save_model
 from sternway.pipeline.step._batch import Batch
-from sternway.pipeline.step._copies import Copies
 from sternway.pipeline.step._evaluation import in_eval_mode
-from sternway.pipeline.step._grads import Gradients, check_norm, check_ties, resolve_ties
-from sternway.pipeline.step._guard import Guard
+from sternway.pipeline.step._grads import check_norm
 from sternway.pipeline.step._microbatch import Chunk, ChunkSpec
 from sternway.pipeline.step._result import StepResult
-from sternway.pipeline.step._runner import StepOptions, StepRunner
+from sternway.pipeline.step._runner import StepOptions
 from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.step._stage import LossFn
 from sternway.pipeline.step._tuner import TriedPlan
-from sternway.pipeline.transport._clock import clock_offsets
-from sternway.pipeline.transport._dist import default_transport
-from sternway.pipeline.transport._mesh import PipelineMesh
-from sternway.pipeline.transport._place import devices_of
-from sternway.pipeline.transport._routes import Routes
 from sternway.pipeline.transport._shards import sharded_like
-from sternway.pipeline.transport._transport import Transport, device_of
+from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Costs, Schedule
 
 
@@ -149,7 +128,7 @@ class Pipeline:
         gathered: int | None = None,
         chunk: ChunkSpec = Chunk(0),  # noqa: B008 - frozen, so safely shared
         dynamic: bool = False,
-        saved: AbstractContextManager[Any] | Callable[[int], AbstractContextManager[Any]] | None = None,
+        saved: Saved | None = None,
         offload_to: str | Path | None = None,
         offload_rate: int | str | None = None,
         scaler: GradScaler | None = None,
@@ -162,72 +141,24 @@ class Pipeline:
         cuda_graphs: bool = False,
     ) -> None:
         require("pipeline")
-        check_arguments(
-            stages=stages, schedule=schedule, n_microbatches=n_microbatches, ranks=ranks, transport=transport,
-            chunk=chunk, loss_fn=loss_fn, reports=reports, mesh=mesh, scaler=scaler, reduce_dtype=reduce_dtype,
-            pp_dim=pp_dim, shard=shard, gathered=gathered,
+        given = PipelineArguments(
+            stages=stages, schedule=schedule, loss_fn=loss_fn, n_microbatches=n_microbatches, cuts=cuts, sample=sample,
+            sample_target=sample_target, memory_limit=memory_limit, memory=memory, ranks=ranks, transport=transport,
+            tied=tied, skips=skips, mesh=mesh, pp_dim=pp_dim, data_dims=data_dims, shard=shard, gathered=gathered,
+            chunk=chunk, dynamic=dynamic, saved=saved, offload_to=offload_to, offload_rate=offload_rate, scaler=scaler,
+            reduce_dtype=reduce_dtype, heartbeat_timeout=heartbeat_timeout, reports=reports, weights=weights,
+            device=device, tune=tune, cuda_graphs=cuda_graphs,
         )  # fmt: skip
-        check_weights(stages, weights, device)
-        place = None if weights is None else device_of(device or "cpu")
-        grid = None if mesh is None else PipelineMesh(mesh, pp_dim, data_dims)
-        check_plain(stages, grid)
-        self.transport = transport or default_transport(grid, dynamic, heartbeat_timeout)
-        self.transport.place(devices_of(stages) if place is None else [place])
-        check_cuda_graphs(cuda_graphs, self.transport.device, saved)
-        ranks = ranks or self.transport.ranks or (schedule.ranks if isinstance(schedule, Schedule) else 0)
-        if not ranks:
-            raise PipelineError("a pipeline in one process needs the number of ranks", got="none", fix="pass ranks=")
-        self._everyone = None if grid is None else grid.everyone
-        offload = make_policies(offload_to, self.transport.device)
-        movable = offload if memory is not None and shard is None and not cuda_graphs else None
-        request = BuildRequest(
-            stages, schedule, ranks, n_microbatches, memory_limit, cuts, loss_fn, sample, sample_target, weights, place,
-            self._everyone, None if memory is None else parse_bytes(memory, "memory", PipelineError), shard,
-            counted_shards(shard, grid, gathered, memory), tune, gathered, shard_link(shard, grid),
-            movable, given_rate(offload_rate, memory, movable=movable is not None),
-        )  # fmt: skip
-        self._plan = agreed_plan(request, self.transport)
-        gathered = gathered if self._plan.gathered is None else self._plan.gathered
-        if self._plan.schedule.recompute:
-            self.transport.crew().agree(lambda: check_recompute(self._plan, cuda_graphs))
-        own_ties = [] if self._plan.cut is None else self._plan.cut.ties()
-        if self._plan.cut is not None and self.transport.mine:
-            self._plan.cut.release(set(self._plan.modules))
-        shard_stages(self._plan, shard, grid, self.transport)
-        sharded = shard is not None or (mesh is not None and any(map(is_sharded, self._plan.modules.values())))
-        self.transport.crew().agree(
-            lambda: check_offload(
-                self._plan.schedule, offload_to, self.transport.device,
-                cuda_graphs=cuda_graphs, sharded=sharded, chosen=memory is not None,
-            )
-        )  # fmt: skip
-        movers = offload if moves(self._plan.schedule) else None
-        self.stages = make_stages(self._plan, loss_fn, saved, scaler, cuda_graphs, movers)
-        first = with_upkeep(self._plan.schedule, self.stages, grid, gathered, self.transport, cuda_graphs)
-        self.profile = self._plan.profile
-        ranks_here = self.transport.mine or tuple(range(ranks))
-        routes = Routes(first.num_stages, checked_skips(skips, first.num_stages))
-        self.transport.connect(first, routes)
-        placement = {rank: first.placement[rank] for rank in ranks_here}
-        check_ties(tied)
-        self._ties = resolve_ties([*tied, *own_ties], self.stages, placement, self.transport)
-        copies = None if grid is None else Copies(grid, self.stages, self.transport.collective, reduce_dtype)
-        divided = any(isinstance(p, DTensor) for stage in self.stages.values() for p in stage.module.parameters())
-        peers = self.transport.collective(grid.peers) if grid is not None and divided else None
-        self._gradients = Gradients(self.stages, self._ties, self.transport, ranks, copies, grid, peers, reduce_dtype)
-        if scaler is not None:
-            scaler.connect(self._gradients.add_up, self.transport.device)
-        self._guard = Guard(self.transport, ranks_here[0], Path(reports or default_folder()))
-        self._tuner = make_tuner(self._plan, request, self.transport, first, gathered) if tune else None
-        self._runner = StepRunner(
-            self.stages, first, routes, self.transport, ranks_here, self._gradients, self._guard,
-            chunk, clock_offsets(self.transport, ranks), self._plan.costs, self._tuner,
-        )  # fmt: skip
+        parts = assemble(given)
+        self.transport, self.stages, self.profile = parts.transport, parts.stages, parts.plan.profile
+        self._plan, self._ties, self._gradients = parts.plan, parts.ties, parts.gradients
+        self._guard, self._runner, self._tuner = parts.guard, parts.runner, parts.tuner
+        self._everyone = None if parts.mesh is None else parts.mesh.everyone
+        self._is_first_copy = parts.mesh is None or parts.mesh.is_first
         self._model = stages if isinstance(stages, nn.Module) else None
         modules = {index: stage.module for index, stage in self.stages.items()}
         self._named = with_prefixes(modules, self._model is not None, self.transport.crew())
         self._source: Path | None = None  # the checkpoint that from_pretrained read
-        self._first_copy = grid is None or grid.is_first
         self._saves: Checkpoints | None = None
 
     # The plan
@@ -487,7 +418,7 @@ class Pipeline:
         with self._guard.other_ranks():
             crew = self.transport.crew() if self._everyone is None else self.transport.crew_apart(self._everyone)
             state = whole_state(self.state_dict())  # on every process, which all have a shard
-            save_model(path, crew, self._model, state if self._first_copy else {}, self._source)
+            save_model(path, crew, self._model, state if self._is_first_copy else {}, self._source)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """``model.generate`` of transformers, in one process. Over several processes it is refused."""
