@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import gpt
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import _backward as theirs
 from torch.distributed.pipelining import stage
 
@@ -94,6 +95,38 @@ def test_inputs_without_gradient_and_outputs_without_graph() -> None:
     assert dinputs == (None, None)
     split.stage_backward_weight(layer.parameters(), groups)
     torch.testing.assert_close(layer.bias.grad, torch.full((4,), 5.0))
+
+
+@pytest.mark.parametrize("in_halves", [True, False], ids=["halves", "whole"])
+def test_outputs_that_were_freed_after_they_were_sent(in_halves: bool) -> None:
+    """torch 2.15 keeps an edge in place of an output that has been sent, and None where there is nothing to keep."""
+    model, g = gpt(8, 1, heads=2), torch.randn(2, 4, 8)
+    x = torch.randn(2, 4, 8, requires_grad=True)
+    reference, their_x = twin(model, x)
+    y = reference(their_x)
+    torch.autograd.backward([y, y.sin()], [g, 2 * g])
+
+    y = model(x)
+    outputs, grads = [get_gradient_edge(y), None, y.sin()], [g, None, 2 * g]
+    del y
+    if in_halves:
+        (dx,), groups = split.stage_backward_input(outputs, grads, [x], model.parameters())
+        split.stage_backward_weight(model.parameters(), groups)
+    else:
+        (dx,) = split.stage_backward(tuple(outputs), tuple(grads), [x])
+    torch.testing.assert_close(dx, their_x.grad)
+    assert_same_grads(model, reference)
+
+
+def test_a_freed_output_without_a_gradient_is_refused() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(5, 4, requires_grad=True)
+    edge = get_gradient_edge(layer(x))
+    for call in (
+        lambda: split.stage_backward_input([edge], None, [x], layer.parameters()),
+        lambda: split.stage_backward((edge,), None, [x]),
+    ):
+        with pytest.raises(SplitError, match=r"an output that was freed must have a gradient.*got none for an edge"):
+            call()
 
 
 def test_groups_of_another_library_are_refused() -> None:

@@ -3,6 +3,8 @@
 They accumulate as autograd does, in every bit. Unlike torch's own: hooks on parameters run, DDP reduces, outputs may be
 views, stages may have custom Functions, compiled modules and checkpoints in them, and ``stage_backward_weight`` returns
 the accumulated gradients.
+
+Since torch 2.15 a stage frees an output that has been sent, and keeps a ``GradientEdge`` in its place.
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from sternway._torch.tensors import is_view
 from sternway.errors import SplitError
 from sternway.split._backward import backward_input
-from sternway.split._places import pair_leaves
+from sternway.split._places import describe, pair_leaves
 
 
 def stage_backward(
@@ -30,11 +33,7 @@ def stage_backward(
     if outputs_with_grads_idxs is not None:
         stage_output = [stage_output[index] for index in outputs_with_grads_idxs]
         output_grads = [output_grads[index] for index in outputs_with_grads_idxs]
-    pairs = [
-        (output, grad)
-        for _, output, grad in pair_leaves(stage_output, output_grads)
-        if isinstance(output, Tensor) and output.requires_grad
-    ]
+    pairs = _roots((output, grad) for _, output, grad in pair_leaves(stage_output, output_grads))
     torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])
     grads = []
     for value in input_values:
@@ -45,7 +44,7 @@ def stage_backward(
 
 
 def stage_backward_input(
-    stage_outputs_or_loss: Sequence[Tensor],
+    stage_outputs_or_loss: Sequence[Tensor | GradientEdge | None],
     output_grads: Sequence[Tensor | None] | None,
     input_values: Sequence[Any],
     weights: Iterator[Parameter],
@@ -54,15 +53,12 @@ def stage_backward_input(
 
     ``weights`` is not used: the graph shows them. The outputs are detached, as torch does.
     """
-    outputs = [output for output in stage_outputs_or_loss if not isinstance(output, Tensor) or output.requires_grad]
-    if not outputs:
-        return (None,) * len(input_values), []
-    grads: list[Tensor | None]
     if output_grads is None:
-        grads = [torch.ones_like(output) for output in outputs]
-    else:
-        pairs = zip(stage_outputs_or_loss, output_grads, strict=True)
-        grads = [grad for output, grad in pairs if not isinstance(output, Tensor) or output.requires_grad]
+        output_grads = [torch.ones_like(each) if isinstance(each, Tensor) else None for each in stage_outputs_or_loss]
+    pairs = _roots(zip(stage_outputs_or_loss, output_grads, strict=True))
+    if not pairs:
+        return (None,) * len(input_values), []
+    outputs, grads = [output for output, _ in pairs], [grad for _, grad in pairs]
     dinputs, pending = backward_input(outputs, grads, list(input_values), exact=True)
     for value, grad in zip(input_values, dinputs, strict=True):
         if isinstance(value, Tensor) and grad is not None:
@@ -86,3 +82,18 @@ def stage_backward_weight(
             )
         group["pending"].run()
     return tuple(weight.grad for weight in weights)
+
+
+def _roots(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Tensor | None]]:
+    """Where a backward starts, with the gradients that arrive there; other outputs are passed over."""
+    found = []
+    for output, grad in pairs:
+        if isinstance(output, GradientEdge) and not isinstance(grad, Tensor):
+            raise SplitError(
+                "an output that was freed must have a gradient from the next stage",
+                got=f"{'none' if grad is None else describe(grad)} for {describe(output)}",
+                fix="pass the gradient, or the output itself",
+            )
+        if isinstance(output, GradientEdge) or (isinstance(output, Tensor) and output.requires_grad):
+            found.append((output, grad))
+    return found
