@@ -24,6 +24,43 @@ def test_compute_comms_as_written():
     assert schedule.from_csv(COMMS, name="gpipe") == gpipe()
 
 
+WAITS = (
+    "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD,0RESHARD\n"
+    "1RECV_F0,1UNSHARD,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1WAIT_REDUCE_GRAD,1RESHARD,1WAIT_SEND_B0\n"
+)
+
+
+def test_waits_of_a_newer_torch_are_written_and_read():
+    assert set(gpipe().to_csv("compute_comms", waits=True).replace("\n", ",").split(",")) == set(
+        WAITS.replace("\n", ",").split(",")
+    )
+    assert schedule.from_csv(WAITS, name="gpipe", dialect="compute_comms") == gpipe()
+    for name in schedule.names():
+        s = schedule.make(name, ranks=4, microbatches=8)
+        text = s.to_csv("compute_comms", waits=True)
+        assert schedule.from_csv(text, name=name) == s
+        assert text.count("SEND_F") == 2 * text.count("WAIT_SEND_F") > 0
+        assert text.count("SEND_B") == 2 * text.count("WAIT_SEND_B") > 0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("0WAIT_SEND_F0,", "", r"send and reduction must have a wait, if one has; got 0SEND_F0 \(rank 0, step 2\)"),
+        ("1WAIT_REDUCE_GRAD,", "", r"if one has; got 1REDUCE_GRAD \(rank 1, step 5\) without 1WAIT_REDUCE_GRAD"),
+        ("0F0,0SEND_F0", "0WAIT_SEND_F0,0F0,0SEND_F0", r"a wait must come once, after .* got 0WAIT_SEND_F0 \(rank 0"),
+        ("1WAIT_SEND_B0", "1WAIT_SEND_B0,1WAIT_SEND_B0", r"a wait must come once, .* got 1WAIT_SEND_B0 \(rank 1"),
+        ("1WAIT_SEND_B0", "1WAIT_SEND_F0", r"a wait must come once, .* got 1WAIT_SEND_F0 \(rank 1"),
+        ("0WAIT_REDUCE_GRAD", "0REDUCE_GRAD", r"one reduction of a rank must end before the next begins; got 0REDUCE"),
+        ("0WAIT_SEND_F0", "0WAIT_SEND_F", r"an action must be written as .* got '0WAIT_SEND_F' at line 1"),
+        ("0WAIT_REDUCE_GRAD", "0WAIT_REDUCE_GRAD0", r"got '0WAIT_REDUCE_GRAD0' at line 1"),
+    ],
+)
+def test_waits_that_do_not_fit_are_refused(old, new, message):
+    with pytest.raises(ScheduleError, match=message):
+        schedule.from_csv(WAITS.replace(old, new))
+
+
 def test_gaps_spaces_and_line_ends_carry_nothing():
     assert schedule.from_csv("0F0,,0B0,\r\n,1F0 , 1B0\r\n", name="gpipe") == gpipe()
 

@@ -22,6 +22,9 @@ SHARED = {
 SIZES = [(1, 1), (1, 4), (2, 4), (2, 5), (3, 3), (3, 6), (4, 2), (4, 8), (4, 13), (5, 10)]
 
 
+WAITS = hasattr(theirs, "WAIT_SEND_F")  # torch 2.15 and later
+
+
 def stages(ranks, per_rank, style="loop"):
     """What torch's schedules ask of rank 0's stages before they run."""
     count = ranks * per_rank
@@ -90,13 +93,14 @@ def test_torch_reads_what_we_write(name, dialect, tmp_path):
         s = schedule.make(name, ranks=ranks, microbatches=microbatches)
         style = "v" if s.placement[0][-1] == s.num_stages - 1 else "loop"
         path = tmp_path / "schedule.csv"
-        path.write_text(s.to_csv(dialect))
+        path.write_text(s.to_csv(dialect, waits=WAITS))
         runtime = theirs._PipelineScheduleRuntime(stages(ranks, s.stages_per_rank, style), microbatches, loss_fn=loss)
         runtime._load_csv(str(path), format=dialect)
         assert runtime.stage_index_to_group_rank == dict(enumerate(s.stage_ranks()))
         read = text_of(runtime.pipeline_order_with_comms)
         assert schedule.from_csv(read, name=name) == s
-        upkeep = (theirs.UNSHARD, theirs.RESHARD, theirs.REDUCE_GRAD)
+        upkeep = [theirs.UNSHARD, theirs.RESHARD, theirs.REDUCE_GRAD]
+        upkeep += [theirs.WAIT_REDUCE_GRAD] if WAITS else []
         plain = {
             rank: [a for a in actions if a.computation_type not in upkeep and a.sub_actions is None]
             for rank, actions in runtime.pipeline_order_with_comms.items()

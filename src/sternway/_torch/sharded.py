@@ -96,8 +96,11 @@ class FsdpUnit:
         self.modules[0].reshard()  # type: ignore[operator]  # of FSDPModule
 
     def keep_grads(self) -> None:
-        """After a backward: add its gradients, in the dtype of the reduction, to those of earlier microbatches."""
-        for parameter in self._parameters:
+        """After a backward: add its gradients, in the dtype of the reduction, to those of earlier microbatches.
+
+        Since torch 2.15, ``.grad`` of gathered parameters has that dtype, and so autograd does this.
+        """
+        for parameter in () if _accumulates_in_grad() else self._parameters:
             if parameter.reduce_dtype is not None and hasattr(parameter, "_unsharded_param"):
                 parameter.accumulate_unsharded_grad_if_needed()
                 parameter.to_accumulated_grad_if_needed()
@@ -165,6 +168,12 @@ def _inside(commanded: Callable[[], bool], around: Around, module: nn.Module, fo
         return around(module, forward, args, kwargs) if commanded() else forward(*args, **kwargs)
 
     return stand_in
+
+
+def _accumulates_in_grad() -> bool:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return not hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
 
 
 def _late_works(group: Any) -> list[Any]:
@@ -245,7 +254,8 @@ def _gathering() -> bool:
 
 
 @probe(
-    "FSDPParamGroup.post_backward, FSDPParam: accumulate_unsharded_grad_if_needed, to_accumulated_grad_if_needed",
+    "FSDPParamGroup.post_backward, FSDPParam: accumulate_unsharded_grad_if_needed, to_accumulated_grad_if_needed, or "
+    "unsharded_grad_dtype",
     expected="reduce what parameters have accumulated, in the dtype of the reduction",
     features=("pipeline.sharded",),
 )
@@ -257,10 +267,16 @@ def _reduction() -> bool:
 
     context = FSDPCommContext()
     context_fields = _names(FSDPCommContext.lazy_init) | set(vars(context))
-    return (
-        {"fsdp_params", "comm_ctx"} <= _names(FSDPParamGroup.__init__)
-        and "unsharded_accumulated_grad" in _names(FSDPParamGroup.post_backward)
-        and bool({"reduce_scatter_states", "reduce_scatter_state"} & context_fields)
-        and {"_unsharded_param", "reduce_dtype"} <= _names(FSDPParam.to_accumulated_grad_if_needed)
-        and "unsharded_accumulated_grad" in _names(FSDPParam.accumulate_unsharded_grad_if_needed)
-    )
+    group_fields = {"fsdp_params", "comm_ctx"} <= _names(FSDPParamGroup.__init__)
+    inputs = bool({"reduce_scatter_states", "reduce_scatter_state"} & context_fields)
+    if _accumulates_in_grad():
+        gathered = _names(FSDPParam.init_unsharded_param)
+        taken = _names(FSDPParamGroup._take_unsharded_grads_to_reduce)
+        accumulated = {"unsharded_grad_dtype", "grad_dtype"} <= gathered and {"unsharded_param", "grad"} <= taken
+    else:
+        accumulated = (
+            "unsharded_accumulated_grad" in _names(FSDPParamGroup.post_backward)
+            and {"_unsharded_param", "reduce_dtype"} <= _names(FSDPParam.to_accumulated_grad_if_needed)
+            and "unsharded_accumulated_grad" in _names(FSDPParam.accumulate_unsharded_grad_if_needed)
+        )
+    return group_fields and inputs and accumulated

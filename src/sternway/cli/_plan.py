@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -221,12 +222,22 @@ def _read(path: Path) -> Schedule:
     return schedule.from_json(text) if path.suffix == ".json" else schedule.from_csv(text, name=path.stem)
 
 
+def _has_waits() -> bool:
+    """Whether the CSV of the torch that is installed says where sends end; torch itself takes long to import."""
+    try:
+        major, minor = version("torch").split(".")[:2]
+    except PackageNotFoundError:
+        return True
+    return (int(major), int(minor)) >= (2, 15)
+
+
 def _write(timeline: Timeline, out: Path | None, page: Callable[[Path], Path]) -> list[Path]:
     """Write the schedule in every format, or the page alone; return the files."""
     if out is None:
         return []
     found = timeline.schedule
-    tables = {f"{found.name}.csv": found.to_csv(), f"{found.name}.comms.csv": found.to_csv("compute_comms")}
+    with_transfers = found.to_csv("compute_comms", waits=_has_waits())
+    tables = {f"{found.name}.csv": found.to_csv(), f"{found.name}.comms.csv": with_transfers}
     texts = {
         **(tables if found.copies == 1 else {}),  # which do not say how many copies there are
         f"{found.name}.json": found.to_json() + "\n",

@@ -162,11 +162,17 @@ class Schedule:
 
         return simulate(self, costs)
 
-    def to_csv(self, dialect: Dialect = "compute_only") -> str:
-        """Return the CSV of torch.distributed.pipelining, one line for each rank; ``from_csv`` reads it back."""
+    def to_csv(self, dialect: Dialect = "compute_only", *, waits: bool = False) -> str:
+        """Return the CSV of torch.distributed.pipelining, one line for each rank; ``from_csv`` reads it back.
+
+        Args:
+            dialect: ``compute_only``, or ``compute_comms`` for sends and receives too.
+            waits: for ``compute_comms``, whether to say where sends and reductions end. torch 2.15 cannot read a file
+                without that, and torch before 2.15 none with it.
+        """
         from sternway.schedule.formats import to_csv
 
-        return to_csv(self, dialect)
+        return to_csv(self, dialect, waits=waits)
 
     def to_json(self) -> str:
         """Return JSON text; ``from_json`` reads it back."""

@@ -9,6 +9,9 @@ also has sends, receives, and what torch does with a stage's parameters:
 The reader accepts these forms only, and reports the line and column of anything else. torch's reader takes ``2F0junk``
 as 2F0, ``1FOO`` as F without a microbatch, and the older ``0BW0`` as B without a microbatch.
 
+Since torch 2.15 ``compute_comms`` also says where sends and reductions end (``_waits.py``). The reader takes
+both forms.
+
 A schedule that has upkeep keeps it in ``compute_comms``; one that has none is written with the upkeep of stages that
 are gathered for the whole step, as torch's runtime wants it.
 """
@@ -22,13 +25,14 @@ from sternway.schedule._offload import without_moves
 from sternway.schedule._schedule import Dialect, Schedule
 from sternway.schedule._upkeep import computed, sharded
 from sternway.schedule.formats._transfers import Instruction, Transfer, check_transfers, with_transfers
+from sternway.schedule.formats._waits import check_waits, parse_wait, with_waits
 
 _TRANSFER = re.compile(r"(0|[1-9][0-9]*)(SEND_F|RECV_F|SEND_B|RECV_B)(0|[1-9][0-9]*)")
 _OLD = re.compile(r"[0-9]+BW[0-9]+")
 _DIALECTS = ("compute_only", "compute_comms")
 
 
-def to_csv(schedule: Schedule, dialect: Dialect = "compute_only") -> str:
+def to_csv(schedule: Schedule, dialect: Dialect = "compute_only", *, waits: bool = False) -> str:
     """Write a schedule as the CSV of torch.distributed.pipelining.
 
     Example:
@@ -40,6 +44,8 @@ def to_csv(schedule: Schedule, dialect: Dialect = "compute_only") -> str:
     Args:
         schedule: the schedule.
         dialect: ``compute_only``, or ``compute_comms`` for sends and receives too.
+        waits: for ``compute_comms``, whether to say where sends and reductions end. torch 2.15 cannot read a file
+            without that, and torch before 2.15 none with it.
 
     Raises:
         ScheduleError: the dialect is unknown; or it is ``compute_comms`` and the schedule does not pass ``check``.
@@ -50,7 +56,8 @@ def to_csv(schedule: Schedule, dialect: Dialect = "compute_only") -> str:
         lines = [",".join(map(str, computed(steps))) for steps in schedule.actions]
     else:
         kept = any(isinstance(step, Upkeep) for steps in schedule.actions for step in steps)
-        lines = [",".join(map(str, steps)) for steps in with_transfers(schedule if kept else sharded(schedule))]
+        rows = with_transfers(schedule if kept else sharded(schedule))
+        lines = [",".join(map(str, with_waits(steps) if waits else steps)) for steps in rows]
     return "\n".join(lines) + "\n"
 
 
@@ -113,6 +120,7 @@ def from_csv(
     actions = [tuple(step for step in steps if isinstance(step, kinds)) for steps in ranks]
     made = Schedule(name, n_microbatches, tuple(placement), tuple(actions), copies=copies)
     if any(isinstance(step, Transfer) for steps in ranks for step in steps) or dialect == "compute_comms":
+        check_waits(ranks)
         check_transfers(ranks, stages, copies)
     return made
 
@@ -137,6 +145,8 @@ def _read(cell: str, where: str, dialect: Dialect | None) -> Instruction:
     step: Instruction
     if match := _TRANSFER.fullmatch(cell):
         step = Transfer(int(match[1]), match[2], int(match[3]))  # type: ignore[arg-type]  # the regex allows only these
+    elif (wait := parse_wait(cell)) is not None:
+        step = wait
     elif _OLD.fullmatch(cell):
         raise ScheduleError(
             "a whole backward must be written as B",

@@ -25,6 +25,7 @@ from sternway.schedule._depends import feeds, needs, run, step_number
 from sternway.schedule._schedule import Schedule
 
 TransferOp: TypeAlias = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+WaitOp: TypeAlias = Literal["WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,19 @@ class Transfer:
         return Transfer(self.stage + (1 if up else -1), op, self.microbatch)  # type: ignore[arg-type]
 
 
-Instruction: TypeAlias = Action | Overlap | Transfer | Upkeep
+@dataclass(frozen=True, slots=True)
+class WaitStep:
+    """The end of a send or of a reduction: ``0WAIT_SEND_F1``, ``0WAIT_REDUCE_GRAD``; see ``_waits.py``."""
+
+    stage: int
+    op: WaitOp
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{'' if self.microbatch is None else self.microbatch}"
+
+
+Instruction: TypeAlias = Action | Overlap | Transfer | Upkeep | WaitStep
 
 
 def with_transfers(schedule: Schedule) -> list[list[Instruction]]:
