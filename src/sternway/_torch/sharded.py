@@ -271,7 +271,7 @@ def _reduction() -> bool:
     inputs = bool({"reduce_scatter_states", "reduce_scatter_state"} & context_fields)
     if _accumulates_in_grad():
         gathered = _names(FSDPParam.init_unsharded_param)
-        taken = _names(FSDPParamGroup._take_unsharded_grads_to_reduce)
+        taken = _names(vars(FSDPParamGroup)["_take_unsharded_grads_to_reduce"])
         accumulated = {"unsharded_grad_dtype", "grad_dtype"} <= gathered and {"unsharded_param", "grad"} <= taken
     else:
         accumulated = (
