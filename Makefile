@@ -2,6 +2,7 @@
 #   make test    every test that needs no GPU, by JOBS processes: 19 minutes on two cores
 #   make quick   those that run in one process and take no compiler or browser: 2 minutes
 #   make zoo     the tests of models of transformers, timm, diffusers and PEFT, in a .venv-zoo of their own
+#   make other-torch TORCH=2.15.0   make test on another release of torch, in an environment of its own
 #   make docs    the documentation site, in build/site, with its links checked and its pages opened in Chromium
 #   make check   what CI runs: format, lint, types, room order, every test, coverage
 PYTHON ?= python3
@@ -9,11 +10,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ZOO := .venv-zoo
+TORCH ?= 2.15.0
+OTHER := .venv-torch-$(TORCH)
 
 JOBS ?= 2
-PYTEST = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+OPTIONS = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest $(OPTIONS)
 
-.PHONY: setup demo atlas test quick docs opsweep upstream zoo zoo-table check lint format bench clean
+.PHONY: setup demo atlas test quick other-torch docs opsweep upstream zoo zoo-table check lint format bench clean
 
 setup: $(READY)
 
@@ -29,13 +33,21 @@ demo: $(READY)
 atlas: $(READY)
 	$(BIN)/sternway atlas src --out build/atlas
 
-test check: JOBS = 3 # more than two cores: tests of several processes mostly wait
+test check other-torch: JOBS = 3 # more than two cores: tests of several processes mostly wait
 
 test: $(READY)
 	$(PYTEST)
 
 quick: $(READY)
 	$(PYTEST) -m 'not (dist or browser or slow or gpu)'
+
+other-torch: $(OTHER)/.ready
+	$(OTHER)/bin/python -m pytest $(OPTIONS)
+
+$(OTHER)/.ready: pyproject.toml
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet torch==$(TORCH) --editable '.[dev]'
+	touch $@
 
 docs: $(VENV)/.ready-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -87,4 +99,4 @@ bench: $(READY)
 	$(BIN)/python benchmarks/scale/main.py
 
 clean:
-	rm -rf $(VENV) $(ZOO) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ZOO) .venv-torch-* build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -128,6 +128,9 @@ class FsdpUnit:
             self._inputs += _take_inputs(group.comm_ctx)
         if self._state._is_root:
             self.modules[0].set_is_last_backward(True)  # type: ignore[operator]  # of FSDPModule
+            context = self._state._state_ctx
+            if getattr(context, "manual_backward_finalization_active", False) is None:  # torch 2.15
+                context.manual_backward_finalization_active = False  # as its hook before the backward does
             self._state._root_post_backward_final_callback()
 
     def release(self) -> None:
@@ -211,7 +214,7 @@ def _names(function: Any) -> set[str]:
 
 @probe(
     "FSDPState: _lazy_init, _is_root, _modules, _mp_policy, _pre_forward_hook_handle, _post_forward_hook_handle, "
-    "_root_post_backward_final_callback",
+    "_root_post_backward_final_callback, _state_ctx",
     expected="are what a module's FSDP state has, and what its hooks are registered by",
     features=("pipeline.sharded",),
 )
@@ -224,7 +227,7 @@ def _state() -> bool:
     made = _names(FSDPState.init)
     fields = {"_modules", "_mp_policy", "_pre_forward_hook_handle", "_post_forward_hook_handle"}
     calls = {"_lazy_init", "_root_post_backward_final_callback"} <= set(dir(FSDPState))
-    ends = {"is_last_backward", "_training_state"} <= _names(FSDPState._root_post_backward_final_callback)
+    ends = {"is_last_backward", "_training_state", "_state_ctx"} <= _names(FSDPState._root_post_backward_final_callback)
     state = FSDPState()
     groups = hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")
     return (
