@@ -112,7 +112,8 @@ class FsdpUnit:
         self._handle = None
         self._inputs.clear()
         for parameter in self._parameters:
-            parameter.unsharded_accumulated_grad = None
+            if not _accumulates_in_grad():
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
