@@ -46,6 +46,11 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks for gradients of its inputs or outputs; it sets them up around its forward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def uncompiled() -> AbstractContextManager[Any]:
     """A block in which compiled code runs as it was written. To trace it under another mode fails, or is wrong.
 
@@ -104,6 +109,18 @@ def _whole_calls() -> bool:
         return is_ten_times and is_compiled(module) and not is_compiled(nn.Identity())
     finally:
         del vars(module)[WHOLE_CALL]
+
+
+@probe(
+    "Module._backward_hooks, Module._backward_pre_hooks",
+    expected="have a module's hooks for gradients",
+    features=("pipeline",),
+)
+def _gradient_hooks() -> bool:
+    hooked = nn.Identity(), nn.Identity()
+    hooked[0].register_full_backward_hook(lambda module, inputs, outputs: None)
+    hooked[1].register_full_backward_pre_hook(lambda module, outputs: None)
+    return all(map(has_backward_hooks, hooked)) and not has_backward_hooks(nn.Identity())
 
 
 @probe("torch._dynamo", expected="is the module that compiles, if it is imported", features=("pipeline",))

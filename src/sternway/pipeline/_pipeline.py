@@ -215,6 +215,7 @@ class Pipeline:
         divided = any(isinstance(p, DTensor) for stage in self.stages.values() for p in stage.module.parameters())
         peers = self.transport.collective(grid.peers) if grid is not None and divided else None
         self._gradients = Gradients(self.stages, self._ties, self.transport, ranks, copies, grid, peers, reduce_dtype)
+        self._scaler = scaler
         if scaler is not None:
             scaler.connect(self._gradients.add_up, self.transport.device)
         self._guard = Guard(self.transport, ranks_here[0], Path(reports or default_folder()))
@@ -339,6 +340,8 @@ class Pipeline:
             raise PipelineError(
                 "optimizer must be a torch.optim.Optimizer", got=type(optimizer).__name__, fix="pass one"
             )
+        if self._scaler is not None:
+            self._scaler.check_unscaled(optimizer)
         self._runner.optimizer_step(optimizer, max_norm, nonfinite)
 
     def settle(self) -> None:

@@ -26,6 +26,7 @@ class Obstacle:
         used: the segment where it ends, or None if every later stage would need it.
         line: of the model's code.
         fix: what to do.
+        is_seen: whether a stage that comes upon it raises anyway.
     """
 
     what: str
@@ -33,6 +34,7 @@ class Obstacle:
     used: int | None
     line: str
     fix: str
+    is_seen: bool = False
 
     def check(self, stage_of: Sequence[int]) -> None:
         """Raise if these cuts would cut it."""
@@ -68,7 +70,7 @@ class Flow:
     obstacles: list[Obstacle] = field(default_factory=list)
 
     def add(self, other: Flow) -> None:
-        """Add what another forward used, if it called the same pieces."""
+        """Add what another forward used, and what it showed that must not be cut, if it called the same pieces."""
         if other.calls != self.calls:
             return
         for mine, others in ((self.uses, other.uses), (self.live, other.live)):
@@ -81,6 +83,7 @@ class Flow:
         for name, segments in other.kept.items():
             self.kept.setdefault(name, set()).update(segments)
         self.of_all |= other.of_all
+        self.obstacles += [each for each in other.obstacles if not each.is_seen]
 
     def crossing(self, stage_of_call: Mapping[Call, int]) -> Crossing:
         """What crosses the cuts between stages.

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sternway._torch.modes import own_buffers
+from sternway._torch.modes import has_backward_hooks, own_buffers
+from sternway._torch.tensors import version_of
 from sternway._tree import TensorIndex
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import like
+from sternway.pipeline.forward._attributes import OwnAttributes
 from sternway.pipeline.forward._flow import Call, Crossing, Flow
 from sternway.pipeline.forward._follow import Key
 from sternway.pipeline.forward._own_loss import LABELS, filled, find_rule, loss_of
@@ -45,6 +48,14 @@ class CutModel:
         self.last = max(stage_of_call.values(), default=0)
         names = names_of_kept(model, self.pieces)
         self._inside = list({id(m): m for piece in self.pieces.values() for m in piece.modules()}.values())
+        inside = {id(module) for module in self._inside}
+        self._outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
+        stages = {
+            name: {s for (each, _), s in self.stage_of_call.items() if _within(each, [name])}
+            for name, _ in self._outside
+        }
+        self._cut_inside = [(name, module) for name, module in self._outside if name and len(stages[name]) > 1]
+        self.attributes, self.shared_by = OwnAttributes([module for _, module in self._outside]), 0
         self.crossing: Crossing | None = None
         self._flow = flow
         self._release: set[int] | None = None  # the stages to keep, once the whole model is not needed any more
@@ -69,6 +80,21 @@ class CutModel:
     def buffers_inside(self) -> frozenset[int]:
         """The ids of the buffers that the pieces have now."""
         return frozenset(id(buffer) for module in self._inside for buffer in own_buffers(module))
+
+    def buffers_outside(self) -> list[tuple[str, Tensor, int]]:
+        """The buffers that code between the pieces may use: names, and what they are now."""
+        found = [(name, buffer) for name, module in self._outside for buffer in own_buffers(module)]
+        return [(name, buffer, 0 if buffer.is_inference() else version_of(buffer)) for name, buffer in found]
+
+    def check_hooks(self) -> None:
+        """Raise if a module that is cut inside has hooks for gradients: no stage has both its input and its output."""
+        for name, module in self._cut_inside:
+            if has_backward_hooks(module):
+                raise PipelineError(
+                    "a module that is cut inside cannot have backward hooks: no stage has its input and its output",
+                    got=name,
+                    fix="put the hooks on modules inside it, or cut elsewhere",
+                )
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossing:
         """What crosses the cuts: as is known, or else as one forward of this batch shows."""
@@ -135,6 +161,7 @@ class ModelPart(nn.Module):
     def __init__(self, cut: CutModel, stage: int) -> None:
         super().__init__()
         self._fill(cut, stage)
+        cut.shared_by += 1
         self._cut = (cut,)  # in a tuple, so that the whole model is not a submodule
         self._stage = stage
         self._shields = Shield(), Shield()
@@ -188,6 +215,11 @@ class ModelPart(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage's part of the model's forward."""
+        cut = self._cut[0]
+        with cut.attributes.of(self._stage) if cut.shared_by > 1 else nullcontext():
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stage == 0:
             shares = kwargs.pop(SHARES, None)
             spec, tensors = pack((args, kwargs))
@@ -204,8 +236,12 @@ class ModelPart(nn.Module):
         for shield in self._shields:
             shield.clear()
         run = StageRun(task, self._shields[0].give(batch), self._shields[1].give(values), trail)
+        self._cut[0].check_hooks()
+        outside = self._cut[0].buffers_outside() if task.last else []
         result, made, noted = run.run()
         self.begun = run.begun
+        if outside:
+            _check_outside(outside, self._cut[0].buffers_outside())
         for shield in self._shields:
             shield.check()
         if task.stage == task.last:
@@ -236,12 +272,27 @@ class ModelPart(nn.Module):
 
             def loss_with(other: Tensor) -> Tensor:
                 changed = {leaf: tensor.clone() for leaf, tensor in batch.items()} | {labels: other}
-                with torch.no_grad(), untouched(self):
+                with torch.no_grad(), untouched(self, self.model):
                     copies = {key: value.clone() for key, value in values.items()}
                     return loss_of(StageRun(task, changed, copies, trail).run()[0])
 
             self._rule = find_rule(batch[labels], loss_with)
         return shares[self._rule]
+
+
+def with_models(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """These stages, and the whole models of which they are parts."""
+    return [*modules, *(module.model for module in modules if isinstance(module, ModelPart))]
+
+
+def _check_outside(before: list[tuple[str, Tensor, int]], after: list[tuple[str, Tensor, int]]) -> None:
+    for (name, buffer, version), (_, now, now_version) in zip(before, after, strict=False):
+        if now is not buffer or now_version != version:
+            raise PipelineError(
+                "code between the modules changes a buffer, and every stage runs it",
+                got=f"a buffer of {name or 'the model'}, of shape {tuple(buffer.shape)}",
+                fix="change it inside a module",
+            )
 
 
 def _labels_leaf(trail: Trail) -> int | None:

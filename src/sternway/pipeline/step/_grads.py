@@ -188,7 +188,7 @@ class Gradients:
         square = torch.zeros((), dtype=torch.float64, device=self._transport.device)
         for parameter in parameters:
             if parameter.grad is not None and id(parameter) not in skip:
-                own = local_part(parameter.grad).double().square().sum().to(square.device)
+                own = _square(local_part(parameter.grad)).to(square.device)
                 square += own if self._peers is None or self._mesh is None else own * self._mesh.share(parameter)
         if self._peers is not None:
             self._peers.sum(square).wait()
@@ -216,6 +216,12 @@ class Gradients:
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in named_parameters(self._stages)]
+
+
+def _square(grad: Tensor) -> Tensor:
+    if grad.is_complex():
+        return grad.to(torch.complex128).abs().square().sum()
+    return grad.double().square().sum()
 
 
 def _add_terms(parameter: nn.Parameter) -> None:

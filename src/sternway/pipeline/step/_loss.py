@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
 from sternway._tree import leaves, replace_leaves
 from sternway.errors import PipelineError
@@ -39,9 +40,10 @@ class WeighedLoss:
         loss = loss_fn(output, microbatch.target)
         if isinstance(loss, tuple) and len(loss) == 2:
             total, count = loss
+            targets = microbatch.targets or [microbatch.target]  # a sample has no others
             if not self._counts:
-                self._counts = [_count(loss_fn, output, target) for target in microbatch.targets]
-            self._check(_number(count), microbatch)
+                self._counts = [_count(loss_fn, output, target) for target in targets]
+            self._check(_number(count), microbatch.target, targets)
             return not_half(_one_number(total)) / max(sum(self._counts), 1e-12)
         loss, self._uneven = _one_number(loss), microbatch.uneven
         if loss.is_cpu:
@@ -61,8 +63,8 @@ class WeighedLoss:
                 fix="return (sum, count): the sum of the losses, and how many targets it has",
             )
 
-    def _check(self, count: float, microbatch: Microbatch) -> None:
-        ahead = next(c for c, t in zip(self._counts, microbatch.targets, strict=True) if t is microbatch.target)
+    def _check(self, count: float, target: Any, targets: list[Any]) -> None:
+        ahead = next(c for c, t in zip(self._counts, targets, strict=True) if t is target)
         if ahead != count:
             raise PipelineError(
                 "the count that loss_fn returns must depend on the target alone",
@@ -100,8 +102,12 @@ def _count(loss_fn: LossFn, output: Any, target: Any) -> float:
             return leaf
         return leaf.detach() if rows is None or not leaf.ndim else leaf.detach()[:rows]
 
+    arguments = (replace_leaves(some, output), target)
     with torch.no_grad():
-        return _number(loss_fn(replace_leaves(some, output), target)[1])
+        if isinstance(loss_fn, nn.Module):  # which may follow a mean: this call does not count
+            copies = {name: buffer.clone() for name, buffer in loss_fn.named_buffers()}
+            return _number(functional_call(loss_fn, copies, arguments)[1])
+        return _number(loss_fn(*arguments)[1])
 
 
 def not_half(loss: Tensor) -> Tensor:
