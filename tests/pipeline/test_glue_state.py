@@ -1,4 +1,4 @@
-"""What a forward keeps between its modules, and between its calls: attributes, buffers, hooks; and what a loss keeps."""
+"""What a forward keeps between its modules, and between calls: attributes, buffers, hooks; and what a loss keeps."""
 
 from __future__ import annotations
 

@@ -443,7 +443,8 @@ class Pipeline:
         """
         self._runner.settle()
         with self._guard.other_ranks():
-            return self._checkpoints().save(SaveRequest(directory, optimizer, step, scheduler, data, keep), wait)
+            request = SaveRequest(directory, optimizer, step, scheduler, data, keep, self._runner.steps)
+            return self._checkpoints().save(request, wait)
 
     def resume(
         self,
@@ -470,7 +471,8 @@ class Pipeline:
         with self._guard.other_ranks():
             found = self._checkpoints().resume(directory, optimizer, scheduler, step)
         if found is not None:
-            self._runner.continue_from(found.step)
+            passes = self._checkpoints().passes
+            self._runner.continue_from(found.step if passes is None else passes)
         return found
 
     def save_pretrained(self, path: str | Path) -> None:

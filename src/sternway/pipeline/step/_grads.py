@@ -158,16 +158,18 @@ class Gradients:
         if not self._is_summed(tie):
             return
         before = [self._before.pop(id(parameter), None) for parameter in tie.here]
-        if self._all_here(tie) and all(parameter.grad is None for parameter in tie.here):
-            for parameter, grad in zip(tie.here, before, strict=True):
-                parameter.grad = grad
-            return
         total = torch.zeros_like(local_part(tie.here[0]), dtype=self._reduce_dtype)
         for parameter in tie.here:
             if parameter.grad is not None:
                 total += local_part(parameter.grad)
+        has_some = any(parameter.grad is not None for parameter in tie.here)
+        found = torch.full((), float(has_some), device=total.device)
         if len(tie.ranks) > 1:
-            self._transport.add([total], tie.ranks)
+            self._transport.add([total, found], tie.ranks)
+        if not has_some and not bool(found):  # no rank has one: the host waits for that only where this one has none
+            for parameter, grad in zip(tie.here, before, strict=True):
+                parameter.grad = grad
+            return
         for parameter, grad in zip(tie.here, before, strict=True):
             parameter.grad = torch.zeros_like(parameter) if grad is None else grad
             local_part(parameter.grad).add_(total.to(parameter.dtype))
