@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from compare import assert_same_grads
 from sternway.errors import PipelineError
@@ -219,6 +220,23 @@ def test_backward_hooks_of_a_stages_first_module(schedule: str) -> None:
     for layer in model.layers[1:]:
         layer.register_full_backward_hook(_double)
     assert_equals_plain(model, schedule=schedule)
+
+
+@pytest.mark.parametrize("with_sample", [True, False])
+def test_weights_that_hooks_compute(with_sample: bool) -> None:
+    """The hook before a stage's first module ran in the stage before, and what it made was not sent."""
+    model, plain = Layers(), Layers()
+    for each in (model, plain):
+        for layer in each.layers:
+            torch.manual_seed(1)
+            nn.utils.spectral_norm(layer)
+    prune.l1_unstructured(model.layers[2], "bias", 0.5)
+    prune.l1_unstructured(plain.layers[2], "bias", 0.5)
+    build(model, sample=X[:2] if with_sample else None).step(X, target=X)
+    plain_steps(plain)
+    assert_same_grads(model, plain, rtol=1e-4, atol=1e-6)
+    for (name, mine), (_, other) in zip(model.named_buffers(), plain.named_buffers(), strict=True):
+        torch.testing.assert_close(mine, other, msg=lambda text, name=name: f"{name}: {text}")
 
 
 class Nested(nn.Module):

@@ -24,7 +24,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from sternway._torch.modes import WHOLE_CALL, has_backward_hooks, is_compiled, is_innermost, whole_call
+from sternway._torch.modes import (
+    WHOLE_CALL,
+    computes_weights,
+    has_backward_hooks,
+    is_compiled,
+    is_innermost,
+    whole_call,
+)
 from sternway._torch.tensors import storage_id
 from sternway.pipeline.forward._absent import Absent, tensors_in
 from sternway.pipeline.forward._names import FROM_PYTHON, LOOKS, RANDOM, READS, function_name, python_random_state
@@ -142,7 +149,8 @@ def intercepted(pieces: Mapping[str, nn.Module], call: PieceCall) -> Iterator[No
 
     The hooks of modules on a device mesh are a part of them: they make DTensors of what goes in, and shards of what
     comes out. So are those of a module that is compiled by ``module.compile()``, and of one with hooks for gradients,
-    which torch puts on what goes in and comes out: what is sent is what other modules get.
+    which torch puts on what goes in and comes out: what is sent is what other modules get. So are those that compute a
+    weight, as ``torch.nn.utils.spectral_norm`` does.
     """
     whole = {name for name, module in pieces.items() if _runs_whole(module)}
     places = {name: WHOLE_CALL if name in whole else "forward" for name in pieces}
@@ -162,7 +170,7 @@ def intercepted(pieces: Mapping[str, nn.Module], call: PieceCall) -> Iterator[No
 
 
 def _runs_whole(module: nn.Module) -> bool:
-    return is_compiled(module) or has_backward_hooks(module) or _is_on_mesh(module)
+    return any(of(module) for of in (is_compiled, has_backward_hooks, computes_weights, _is_on_mesh))
 
 
 def _is_on_mesh(module: nn.Module) -> bool:
