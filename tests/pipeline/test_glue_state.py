@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,8 @@ from torch.nn.utils import prune
 from compare import assert_same_grads
 from sternway.errors import PipelineError
 from sternway.pipeline import LocalTransport, Pipeline
+from sternway.pipeline.forward._python_random import python_seeded
+from sternway.pipeline.step._random import python_seed, step_seed
 
 DIM = 4
 X = torch.linspace(-1, 1, 8 * DIM).view(8, DIM)
@@ -118,6 +122,43 @@ def test_the_sample_leaves_no_trace() -> None:
     build(model)
     assert torch.equal(model.memory, memory)
     assert (model.count, model.seen) == (0, [0])
+
+
+# Random numbers of Python
+
+
+class Mixing(Layers):
+    """One number, drawn by Python, is used in all stages; layers and code between them draw others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = random.random()
+        for layer in self.layers:
+            x = layer(x) * first + numpy.random.rand()
+            random.random()
+        return x
+
+
+class DrawsInside(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 0 * random.random()
+
+
+@pytest.mark.parametrize("with_sample", [True, False])
+def test_all_stages_draw_the_same_with_python(with_sample: bool) -> None:
+    model = Mixing()
+    plain = copy.deepcopy(model)
+    model.layers[0] = DrawsInside(DIM, DIM)  # its numbers are not those between the layers
+    model.load_state_dict(plain.state_dict())
+    random.seed(5), numpy.random.seed(5), torch.manual_seed(5)
+    states = random.getstate(), numpy.random.get_state()[1].tolist()
+    pipe = build(model, sample=X[:2] if with_sample else None)
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == states
+    for step in range(2):
+        pipe.step(X, target=X)
+        for place, rows in enumerate(X.chunk(4)):
+            with python_seeded(python_seed(step_seed(step), place)):
+                (F.mse_loss(plain(rows), rows) / 4).backward()
+    assert_same_grads(model, plain, rtol=1e-4, atol=1e-6)
 
 
 # Buffers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -19,6 +19,7 @@ from sternway.pipeline.forward._attributes import OwnAttributes
 from sternway.pipeline.forward._flow import Call, Crossing, Flow
 from sternway.pipeline.forward._follow import Key
 from sternway.pipeline.forward._own_loss import LABELS, filled, find_rule, loss_of
+from sternway.pipeline.forward._python_random import python_seeded
 from sternway.pipeline.forward._record import names_of_kept, record
 from sternway.pipeline.forward._shield import Shield
 from sternway.pipeline.forward._stage_run import Message, StageRun, StageTask, Trail
@@ -170,6 +171,7 @@ class ModelPart(nn.Module):
         self.begun: float | None = None  # when the stage's own work of the last forward began
         self.uses_own_loss = False  # whether the model itself computes the loss, in the last stage
         self.weight: Tensor | None = None  # of the last microbatch in the model's own loss, in the last stage
+        self.python_seed: int | None = None  # of what Python draws, the same in all stages of a microbatch
         super().train(cut.model.training)
 
     def _fill(self, cut: CutModel, stage: int) -> None:
@@ -228,17 +230,18 @@ class ModelPart(nn.Module):
             values, trail = {}, Trail(spec.tree, [like(tensor) for tensor in tensors], crossing, [])
         else:
             batch, values, trail = args
-        task = self._task()
+        task = self._task(self.python_seed if trail.crossing.draws_python else None)
         if task.stage == task.last and self.uses_own_loss:
             self.weight = self._own_weight(task, batch, values, trail)
             if self._rule is not None and (leaf := _labels_leaf(trail)) is not None:
                 batch = batch | {leaf: filled(batch[leaf], self._rule)}
         for shield in self._shields:
             shield.clear()
-        run = StageRun(task, self._shields[0].give(batch), self._shields[1].give(values), trail)
         self._cut[0].check_hooks()
         outside = self._cut[0].buffers_outside() if task.last else []
-        result, made, noted = run.run()
+        with _drawing(task):
+            run = StageRun(task, self._shields[0].give(batch), self._shields[1].give(values), trail)
+            result, made, noted = run.run()
         self.begun = run.begun
         if outside:
             _check_outside(outside, self._cut[0].buffers_outside())
@@ -254,12 +257,12 @@ class ModelPart(nn.Module):
         message: Message = rest, on, Trail(trail.batch, trail.likes, crossing, [*trail.segments, *noted])
         return message
 
-    def _task(self) -> StageTask:
+    def _task(self, python_seed: int | None) -> StageTask:
         cut = self._cut[0]
         tensors = chain(self.parameters(), self.buffers())
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         kept = cut.buffers_inside()
-        return StageTask(cut.model, cut.pieces, self._stage, cut.last, cut.stage_of_call, kept, device)
+        return StageTask(cut.model, cut.pieces, self._stage, cut.last, cut.stage_of_call, kept, device, python_seed)
 
     def _own_weight(
         self, task: StageTask, batch: dict[int, Tensor], values: dict[Key, Tensor], trail: Trail
@@ -272,7 +275,7 @@ class ModelPart(nn.Module):
 
             def loss_with(other: Tensor) -> Tensor:
                 changed = {leaf: tensor.clone() for leaf, tensor in batch.items()} | {labels: other}
-                with torch.no_grad(), untouched(self, self.model):
+                with torch.no_grad(), untouched(self, self.model), _drawing(task):
                     copies = {key: value.clone() for key, value in values.items()}
                     return loss_of(StageRun(task, changed, copies, trail).run()[0])
 
@@ -283,6 +286,10 @@ class ModelPart(nn.Module):
 def with_models(modules: Sequence[nn.Module]) -> list[nn.Module]:
     """These stages, and the whole models of which they are parts."""
     return [*modules, *(module.model for module in modules if isinstance(module, ModelPart))]
+
+
+def _drawing(task: StageTask) -> AbstractContextManager[None]:
+    return nullcontext() if task.python_seed is None else python_seeded(task.python_seed)
 
 
 def _check_outside(before: list[tuple[str, Tensor, int]], after: list[tuple[str, Tensor, int]]) -> None:

@@ -18,7 +18,7 @@ from sternway.pipeline.forward._absent import tensors_in
 from sternway.pipeline.forward._flow import Flow, Obstacle
 from sternway.pipeline.forward._follow import PIECE, Follower, Key, intercepted
 from sternway.pipeline.forward._left import HeldTensor, LeftValue, held_tensors
-from sternway.pipeline.forward._names import FROM_PYTHON, RANDOM, function_name, user_line
+from sternway.pipeline.forward._names import FROM_PYTHON, RANDOM, function_name, python_random_state, user_line
 from sternway.pipeline.forward._untouched import untouched
 from sternway.pipeline.transport._payload import pack, unpack
 
@@ -121,6 +121,7 @@ class Recorder(Follower):
     ) -> None:
         self._names = names_of_kept(model, pieces)
         super().__init__(frozenset(self._names))
+        self._drawn = self._python  # the state when glue began
         self.flow = Flow()
         self._pieces = pieces
         self._batch: dict[int, list[int]] = {}  # one tensor may be several arguments
@@ -134,6 +135,7 @@ class Recorder(Follower):
         self._random: set[Key] = set()
         self._left = {id(value.tensor): value for value in left}  # by the forward before, and what glue makes of it
         self.uses_of_left: list[Obstacle] = []
+        self._as_tensor = False  # whether what glue last drew with Python was made a tensor, which is sent
         self._changed: dict[str, set[int]] = {}  # buffers of pieces: the segments that change them
         self._work: list[
             tuple[int, list[Key], list[tuple[Tensor, list[Key]]]]
@@ -149,6 +151,7 @@ class Recorder(Follower):
         if self._aside:  # inside another one
             self._use_kept(self._pieces[name])
             return forward(*args, **kwargs)
+        self._note_python()
         self.flow.calls.append((name, self._numbers[name]))
         self._numbers[name] += 1
         self.next_segment()
@@ -163,6 +166,7 @@ class Recorder(Follower):
             result = forward(*args, **kwargs)
         finally:
             self._aside = False
+        self._drawn = python_random_state()
         for key, version in versions.items():
             if version_of(self._values[key]) != version:
                 self._writes[storage_id(self._values[key])] = self.segment, 0
@@ -182,6 +186,12 @@ class Recorder(Follower):
         changed = [tensor for key, tensor in self._values.items() if version_of(tensor) != versions.get(key)]
         self._note_work(used, [*results, *changed])
         return result
+
+    def _note_python(self) -> None:
+        """A stretch of glue ends: look whether it drew with Python or numpy what is a number, and no tensor."""
+        now = python_random_state()
+        self.flow.draws_python |= now != self._drawn and not self._as_tensor
+        self._drawn, self._as_tensor = now, False
 
     def _note_work(self, used: list[Key], made: list[Tensor]) -> None:
         self._work.append((self.segment, used, [(tensor, self._all_keys(tensor)) for tensor in made]))
@@ -259,6 +269,7 @@ class Recorder(Follower):
         used = self._keys_of(tensors)
         result = function(*args, **kwargs)
         self._note_buffers(tensors, before)
+        self._as_tensor |= key[1] in FROM_PYTHON
         made = [tensor for tensor in tensors_in(result) if all(tensor is not other for other in tensors)]
         written = [i for i, tensor in enumerate(tensors) if version_of(tensor) != before[i]]
         self._name_all(key, tensors_in(result), skip=tensors)
@@ -295,6 +306,7 @@ class Recorder(Follower):
     def finish(self, results: list[Tensor]) -> None:
         """The forward returned these. Find which uses of values lead to them."""
         self.use(results)
+        self._note_python()
         for name, segments in self._changed.items():
             places = segments | self.flow.kept.get(name, set())
             if len(places) > 1:

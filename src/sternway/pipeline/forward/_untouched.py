@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sternway._torch.memory import same_values
 from sternway._torch.tensors import version_of
+from sternway.pipeline.forward._python_random import python_unchanged
 
 _PLAIN = bool, int, float, complex, str, NoneType, Tensor
 _CONTAINERS = list, dict, set, deque
@@ -32,7 +33,8 @@ def untouched(*modules: nn.Module) -> Iterator[None]:
     contents = [(each, copy.copy(each)) for owner in owners for each in _containers(owner)]
     named = {id(value): value for _, _, values in held for value in values.values() if _is_tracked(value)}
     before = [(tensor, version_of(tensor), tensor.detach().clone()) for tensor in named.values()]
-    with torch.random.fork_rng(devices=list({tensor.device for tensor in tensors if tensor.device.type == "cuda"})):
+    devices = list({tensor.device for tensor in tensors if tensor.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices), python_unchanged():
         try:
             yield
         finally:
