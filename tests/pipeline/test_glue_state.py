@@ -247,6 +247,17 @@ def test_a_buffer_that_code_between_modules_changes_later(replaces: bool) -> Non
         pipe.step(X, target=X)
 
 
+def test_a_buffer_that_the_model_gets_between_two_steps() -> None:
+    """What was saved and loaded was the one before."""
+    model = Later(replaces=False)
+    pipe = build(model)
+    model.calls = torch.tensor(2.0)
+    assert pipe.state_dict()["calls"] == 2
+    model.double()
+    pipe.load_state_dict({name: value.double() + 1 for name, value in pipe.state_dict().items()})
+    assert (model.calls.dtype, model.calls) == (torch.float64, 3)
+
+
 # Hooks for gradients
 
 

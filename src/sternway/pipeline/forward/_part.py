@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -161,6 +161,7 @@ class ModelPart(nn.Module):
 
     def __init__(self, cut: CutModel, stage: int) -> None:
         super().__init__()
+        self._outside: list[tuple[nn.Module, str, nn.Module]] = []  # buffers outside of pieces: here, and in the model
         self._fill(cut, stage)
         cut.shared_by += 1
         self._cut = (cut,)  # in a tuple, so that the whole model is not a submodule
@@ -188,6 +189,8 @@ class ModelPart(nn.Module):
                 if stage in cut.stages_of.get(id(buffer), (stage,)) and not _within(name, own):
                     persistent = short in module.state_dict(keep_vars=True) if _plain(module) else True
                     self._holder(name).register_buffer(short, buffer, persistent=persistent)
+                    if id(buffer) not in cut.stages_of:
+                        self._outside.append((self._holder(name), short, module))
 
     def _holder(self, name: str) -> nn.Module:
         """The module that holds what is called ``name``: as in the whole model, but empty unless it is a piece."""
@@ -197,6 +200,28 @@ class ModelPart(nn.Module):
                 holder.add_module(step, nn.Module())
             holder = holder.get_submodule(step)
         return holder
+
+    def _look_outside(self) -> None:
+        """Hold the buffers that the model has now: it may have got others, as by ``model.double()``."""
+        for holder, name, owner in self._outside:
+            now = dict(owner.named_buffers(recurse=False)).get(name)
+            if now is not None and now is not getattr(holder, name) and not now.is_meta:
+                setattr(holder, name, now)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of any module; buffers outside of pieces are those that the whole model has now."""
+        self._look_outside()
+        return super().named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; buffers outside of pieces are those that the whole model has now."""
+        self._look_outside()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; buffers outside of pieces are those that the whole model has now."""
+        self._look_outside()
+        return super().load_state_dict(*args, **kwargs)
 
     @property
     def model(self) -> nn.Module:
