@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from sternway._tree import leaves, replace_leaves
 from sternway.errors import PipelineError
+from sternway.pipeline.step._mean import check_mean
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.transport._later import to_host
 
@@ -34,6 +35,7 @@ class WeighedLoss:
     def __init__(self) -> None:
         self._counts: list[float] = []  # of each microbatch of this step, as far as it was looked ahead
         self._uneven: Callable[[], bool] | None = None
+        self._is_mean = False  # whether a loss that is one number was seen to be the mean over rows
 
     def __call__(self, loss_fn: LossFn, output: Any, microbatch: Microbatch) -> Tensor:
         """This microbatch's part of the loss of the batch."""
@@ -45,6 +47,8 @@ class WeighedLoss:
                 self._counts = [_count(loss_fn, output, target) for target in targets]
             self._check(_number(count), microbatch.target, targets)
             return not_half(_one_number(total)) / max(sum(self._counts), 1e-12)
+        if not self._is_mean and microbatch.weight < 1 and torch.is_grad_enabled():
+            self._is_mean = check_mean(_aside(loss_fn), output, microbatch.target, microbatch.dim)
         loss, self._uneven = _one_number(loss), microbatch.uneven
         if loss.is_cpu:
             self.check_even()
@@ -102,12 +106,21 @@ def _count(loss_fn: LossFn, output: Any, target: Any) -> float:
             return leaf
         return leaf.detach() if rows is None or not leaf.ndim else leaf.detach()[:rows]
 
-    arguments = (replace_leaves(some, output), target)
     with torch.no_grad():
-        if isinstance(loss_fn, nn.Module):  # which may follow a mean: this call does not count
-            copies = {name: buffer.clone() for name, buffer in loss_fn.named_buffers()}
-            return _number(functional_call(loss_fn, copies, arguments)[1])
-        return _number(loss_fn(*arguments)[1])
+        return _number(_aside(loss_fn)(replace_leaves(some, output), target)[1])
+
+
+def _aside(loss_fn: LossFn) -> Callable[[Any, Any], Any]:
+    """The same loss, of which a module's buffers are not changed: these calls do not count."""
+    if not isinstance(loss_fn, nn.Module):
+        return loss_fn
+    module = loss_fn
+
+    def call(output: Any, target: Any) -> Any:
+        copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        return functional_call(module, copies, (output, target))
+
+    return call
 
 
 def not_half(loss: Tensor) -> Tensor:

@@ -1,0 +1,68 @@
+"""Is a loss the mean over its rows?
+
+Only then is the loss of the batch what the losses of its microbatches add up to. A sum, a mean over what a mask leaves,
+and one with weights of classes are not, and gradients would be wrong without notice. So in the first step the loss of
+two rows is compared with those of each of them.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from sternway._tree import leaves, replace_leaves
+from sternway.errors import PipelineError
+
+_IGNORED = -100  # means over labels that are not this have a check of their own
+_FIX = (
+    "return (sum, count): the sum over rows, and what the sums are divided by; if rows are to be compared with each "
+    "other in each microbatch, (loss * rows, rows)"
+)
+
+
+def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: int) -> bool:
+    """Raise if a loss is not the mean over rows; returns whether that could be seen.
+
+    Args:
+        call: the loss, which leaves nothing changed.
+        output: of a microbatch.
+        target: of the same.
+        dim: where the rows are.
+    """
+    tensors = [leaf for leaf in leaves([output, target]) if isinstance(leaf, Tensor)]
+    rows = {tensor.shape[dim] for tensor in tensors if tensor.ndim > dim}
+    cut = [tensor for tensor in tensors if tensor.ndim > dim]
+    if len(rows) != 1 or rows.pop() < 2 or any(0 < t.ndim <= dim or isinstance(t, DTensor) for t in tensors):
+        return False
+    if any(not t.is_floating_point() and bool((t.narrow(dim, 0, 2) == _IGNORED).any()) for t in cut):
+        return False
+
+    def loss_of(first: int, count: int) -> float:
+        def some(leaf: Any) -> Any:
+            return leaf.detach().narrow(dim, first, count) if isinstance(leaf, Tensor) and leaf.ndim > dim else leaf
+
+        found = call(replace_leaves(some, output), replace_leaves(some, target))
+        return float(found.detach()) if isinstance(found, Tensor) and found.numel() == 1 else math.nan
+
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            both, again, first, second = loss_of(0, 2), loss_of(0, 2), loss_of(0, 1), loss_of(1, 1)
+    except Exception:  # a loss may not be made for so few rows
+        return False
+    if both != again or not all(map(math.isfinite, (both, first, second))):
+        return False  # it draws random numbers, or a row has no loss
+    half = any(t.is_floating_point() and t.itemsize < 4 for t in cut)
+    if not math.isclose(both, (first + second) / 2, rel_tol=0.05 if half else 1e-3, abs_tol=1e-6):
+        raise PipelineError(
+            "loss_fn must return the mean over the rows: only then microbatches add up to the batch",
+            got=f"{both:g} for two rows, and {first:g} and {second:g} for each of them",
+            fix=_FIX,
+        )
+    return True
