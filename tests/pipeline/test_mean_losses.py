@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -75,6 +76,24 @@ def within_microbatches(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
 @pytest.mark.parametrize("loss_fn", [nn.MSELoss(), noisy, regular, within_microbatches])
 def test_means_are_not(loss_fn: Any) -> None:
     assert pipe_of(loss_fn).step(X, target=GOAL).loss is not None
+
+
+def test_a_loss_that_talks_to_other_processes_is_not_tried() -> None:
+    """Another process may have fewer rows, and not try it: nobody would answer."""
+    sums = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        count = torch.tensor(float(len(output)))
+        dist.all_reduce(count)
+        sums.append(count)
+        return (output - target).square().sum() / count
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        pipe_of(loss_fn).step(X, target=GOAL)
+    finally:
+        dist.destroy_process_group()
+    assert len(sums) == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
