@@ -68,6 +68,8 @@ class Memory(Layers):
     def __init__(self, made: int, used: int, initial: Tensor | None, layers: int = 4) -> None:
         super().__init__(layers)
         self.made, self.used, self.memory, self.count, self.seen = made, used, initial, 0, [0]
+        self.loop: list[Any] = []
+        self.loop.append(self.loop)
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1

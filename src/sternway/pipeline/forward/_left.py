@@ -7,18 +7,20 @@ which segments use them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from sternway._torch.tensors import version_of
-from sternway._tree import leaves
 
+_DEPTH = 3  # of containers that are looked into
 _OF_TORCH = frozenset(vars(nn.Module()))
 
 
 class HeldTensor(NamedTuple):
-    """A tensor that a module has as a plain attribute, or in a list or dict there."""
+    """A tensor that a module has as a plain attribute, or in a container there."""
 
     name: str
     tensor: Tensor
@@ -39,7 +41,16 @@ def held_tensors(model: nn.Module) -> dict[int, HeldTensor]:
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if name not in _OF_TORCH:
-                for leaf in leaves(value):
-                    if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) and not leaf.is_inference():
-                        found[id(leaf)] = HeldTensor(f"{path}.{name}" if path else name, leaf, version_of(leaf))
+                for tensor in _tensors(value, _DEPTH):
+                    if not isinstance(tensor, nn.Parameter) and not tensor.is_inference():
+                        found[id(tensor)] = HeldTensor(f"{path}.{name}" if path else name, tensor, version_of(tensor))
     return found
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+    """The tensors in an attribute, and in containers there. These may be anybody's, and hold themselves."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, list | tuple | dict | deque):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part, depth - 1)
