@@ -138,6 +138,36 @@ def test_the_matrix(by: tuple[int, str], tied: bool, tmp_path: Path) -> None:
             assert losses == pytest.approx(expected, rel=1e-4), (ranks, schedule)
 
 
+def test_accumulated_gradients_and_dropout(tmp_path: Path) -> None:
+    """Random numbers went on from the number of optimizer steps, though each had several calls of step."""
+
+    def run(pipe: Pipeline, first: int, last: int) -> None:
+        optimizer = torch.optim.SGD(pipe.parameters(), 1e-2)
+        for step in range(first, last):
+            for _ in range(2):
+                pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4), record=False)
+            optimizer.step(), optimizer.zero_grad()
+            if step == 1:
+                pipe.save(tmp_path, optimizer, step + 1)
+
+    def make() -> Pipeline:
+        torch.manual_seed(0)
+        stages = {i: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)) for i in range(2)}
+        mse = nn.functional.mse_loss
+        return Pipeline(
+            stages, schedule="1f1b", n_microbatches=2, ranks=2, loss_fn=mse, transport=LocalTransport()
+        )  # fmt: skip
+
+    whole, resumed = make(), make()
+    run(whole, 0, 4)
+    found = resumed.resume(tmp_path)
+    assert found is not None
+    assert found.step == 2
+    run(resumed, found.step, 4)
+    for mine, other in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
 def test_scheduler_generators_and_data(tmp_path: Path) -> None:
     pipe = pipe_of(gpt())
     optimizer = adamw(pipe)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 
 from sternway._torch.probe import probe
@@ -44,6 +45,16 @@ def whole_call(module: nn.Module) -> Callable[..., Any]:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called: its forward and hooks are compiled as one."""
     return module._compiled_call_impl is not None
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks for gradients of its inputs or outputs; it sets them up around its forward."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def computes_weights(module: nn.Module) -> bool:
+    """Whether a hook before a module's forward makes its weight of parameters: norms and pruning of torch.nn.utils."""
+    return any(type(hook).__module__.startswith("torch.nn.utils.") for hook in module._forward_pre_hooks.values())
 
 
 def uncompiled() -> AbstractContextManager[Any]:
@@ -104,6 +115,27 @@ def _whole_calls() -> bool:
         return is_ten_times and is_compiled(module) and not is_compiled(nn.Identity())
     finally:
         del vars(module)[WHOLE_CALL]
+
+
+@probe(
+    "Module._backward_hooks, Module._backward_pre_hooks",
+    expected="have a module's hooks for gradients",
+    features=("pipeline",),
+)
+def _gradient_hooks() -> bool:
+    hooked = nn.Identity(), nn.Identity()
+    hooked[0].register_full_backward_hook(lambda module, inputs, outputs: None)
+    hooked[1].register_full_backward_pre_hook(lambda module, outputs: None)
+    return all(map(has_backward_hooks, hooked)) and not has_backward_hooks(nn.Identity())
+
+
+@probe("Module._forward_pre_hooks", expected="has hooks of torch.nn.utils", features=("pipeline",))
+def _weight_hooks() -> bool:
+    module = nn.Module()  # a norm would draw random numbers
+    module.weight = nn.Parameter(torch.ones(1))
+    before = computes_weights(module)
+    prune.identity(module, "weight")
+    return computes_weights(module) and not before
 
 
 @probe("torch._dynamo", expected="is the module that compiles, if it is imported", features=("pipeline",))

@@ -152,7 +152,7 @@ class Pipeline:
         parts = assemble(given)
         self.transport, self.stages, self.profile = parts.transport, parts.stages, parts.plan.profile
         self._plan, self._ties, self._gradients = parts.plan, parts.ties, parts.gradients
-        self._guard, self._runner, self._tuner = parts.guard, parts.runner, parts.tuner
+        self._guard, self._runner, self._tuner, self._scaler = parts.guard, parts.runner, parts.tuner, scaler
         self._everyone = None if parts.mesh is None else parts.mesh.everyone
         self._is_first_copy = parts.mesh is None or parts.mesh.is_first
         self._model = stages if isinstance(stages, nn.Module) else None
@@ -270,6 +270,8 @@ class Pipeline:
             raise PipelineError(
                 "optimizer must be a torch.optim.Optimizer", got=type(optimizer).__name__, fix="pass one"
             )
+        if self._scaler is not None:
+            self._scaler.check_unscaled(optimizer)
         self._runner.optimizer_step(optimizer, max_norm, nonfinite)
 
     def settle(self) -> None:
@@ -371,7 +373,8 @@ class Pipeline:
         """
         self._runner.settle()
         with self._guard.other_ranks():
-            return self._checkpoints().save(SaveRequest(directory, optimizer, step, scheduler, data, keep), wait)
+            request = SaveRequest(directory, optimizer, step, scheduler, data, keep, self._runner.steps)
+            return self._checkpoints().save(request, wait)
 
     def resume(
         self,
@@ -398,7 +401,8 @@ class Pipeline:
         with self._guard.other_ranks():
             found = self._checkpoints().resume(directory, optimizer, scheduler, step)
         if found is not None:
-            self._runner.continue_from(found.step)
+            passes = self._checkpoints().passes
+            self._runner.continue_from(found.step if passes is None else passes)
         return found
 
     def save_pretrained(self, path: str | Path) -> None:

@@ -258,7 +258,7 @@ class _Undefined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:
         ctx.count = len(parameters)
-        return parameters[0].new_empty(())
+        return parameters[0].new_empty((), dtype=torch.float32)  # a backward begins at no complex number
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

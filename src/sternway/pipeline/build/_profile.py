@@ -18,6 +18,8 @@ from sternway._storage import storage_sizes
 from sternway._torch import require
 from sternway.errors import PipelineError
 from sternway.pipeline.build._partition import arguments_of, lay_out
+from sternway.pipeline.build._sample_loss import sample_loss
+from sternway.pipeline.forward._part import with_models
 from sternway.pipeline.forward._record import sample_runs
 from sternway.pipeline.forward._untouched import untouched
 from sternway.pipeline.step._microbatch import Microbatch
@@ -145,16 +147,16 @@ def profile(
     require("pipeline")
     names, modules = _stages(model, sample)
     last = len(modules) - 1
-    stages = [
-        Stage(i, module, is_last=i == last, loss_fn=(loss_fn or total_loss) if i == last else None)
-        for i, module in enumerate(modules)
-    ]
     arguments, keywords = arguments_of(sample)
     microbatch = Microbatch(arguments, keywords, target=target if target is not None else 0)
-    rows: list[list[tuple[float, ...]]] = [[] for _ in stages]
-    kept: list[tuple[int, int]] = [(0, 0)] * len(stages)
-    sent = [0] * len(stages)
-    with own_gradients(modules), untouched(*modules):
+    rows: list[list[tuple[float, ...]]] = [[] for _ in modules]
+    kept: list[tuple[int, int]] = [(0, 0)] * len(modules)
+    sent = [0] * len(modules)
+    with own_gradients(modules), untouched(*with_models(modules)), sample_loss(loss_fn, modules) as loss:
+        stages = [
+            Stage(i, module, is_last=i == last, loss_fn=(loss or total_loss) if i == last else None)
+            for i, module in enumerate(modules)
+        ]
         for number in range(repeats + 1):
             with sample_runs():
                 _once(stages, microbatch, rows, kept, sent, weigh=number == 0)  # the first one warms up, too
@@ -206,7 +208,8 @@ def _stages(model: nn.Module | Sequence[nn.Module], sample: Any) -> tuple[list[s
 def total_loss(output: Any, target: Any) -> Tensor:
     """A loss by default: the sum of all outputs that require gradients."""
     _, tensors = pack(output)
-    return torch.stack([tensor.sum() for tensor in tensors if tensor.requires_grad]).sum()
+    sums = [tensor.sum() for tensor in tensors if tensor.requires_grad]
+    return torch.stack([each.real if each.is_complex() else each for each in sums]).sum()
 
 
 def _once(

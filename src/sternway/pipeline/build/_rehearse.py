@@ -20,6 +20,8 @@ from sternway._tree import replace_leaves
 from sternway.pipeline.build._partition import arguments_of
 from sternway.pipeline.build._profile import own_gradients, total_loss
 from sternway.pipeline.build._room import Room
+from sternway.pipeline.build._sample_loss import sample_loss
+from sternway.pipeline.forward._part import with_models
 from sternway.pipeline.forward._record import sample_runs
 from sternway.pipeline.forward._untouched import untouched
 from sternway.pipeline.step._microbatch import Microbatch
@@ -88,24 +90,24 @@ class Rehearsal:
         self._count += 1
         here = [index for index, part in parts.items() if any(isinstance(each, FSDPModule) for each in part.modules())]
         held = {index for row in self._transport.crew().share(here) for index in row}
-        with self._unchanged(parts):
+        with self._unchanged(parts) as loss_fn:
             planned = schedules.sharded(schedule, stages=held, gathered=gathered)
-            first = self._run(parts, planned)
+            first = self._run(parts, planned, loss_fn)
             measured = measured_costs(first, costs)
             fits = None if room is None else room.rank_fits
             better = candidates(planned, measured, memory_limit=memory_limit, count=1, fits=fits, gathered=gathered)[0]
             if self._everyone is not None:
                 better = self._everyone.share(better)[0]
-            return min(first.span, self._run(parts, better).span)
+            return min(first.span, self._run(parts, better, loss_fn).span)
 
-    def _run(self, parts: Mapping[int, nn.Module], schedule: Schedule) -> Timeline:
+    def _run(self, parts: Mapping[int, nn.Module], schedule: Schedule, loss_fn: LossFn) -> Timeline:
         last = schedule.num_stages - 1
         stages = {
             index: Stage(
                 index,
                 part,
                 is_last=index == last,
-                loss_fn=self._loss_fn if index == last else None,
+                loss_fn=loss_fn if index == last else None,
                 offload=self._offload,
             )
             for index, part in parts.items()
@@ -154,12 +156,13 @@ class Rehearsal:
         return read()
 
     @contextmanager
-    def _unchanged(self, parts: Mapping[int, nn.Module]) -> Iterator[None]:
-        """A block that leaves the model as it was; if a rank fails in it, all do."""
+    def _unchanged(self, parts: Mapping[int, nn.Module]) -> Iterator[LossFn]:
+        """A block that leaves the model and the loss as they were, with that loss; if a rank fails in it, all do."""
         modules = list(parts.values())
         try:
-            with own_gradients(modules), untouched(*modules), sample_runs():
-                yield
+            changed = own_gradients(modules), untouched(*with_models(modules)), sample_loss(self._loss_fn, modules)
+            with changed[0], changed[1], changed[2] as loss, sample_runs():
+                yield loss or total_loss
         except BaseException as error:
             self._transport.fail(error)
             raise

@@ -47,6 +47,7 @@ class SaveRequest:
     scheduler: Any
     data: Any
     keep: int | None
+    passes: int  # calls of ``Pipeline.step``: several may make one step, if gradients are accumulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class Checkpoints:
         self._made_with = {"sternway": __version__, "torch": torch.__version__, "schedule": schedule}
         self._buffers: dict[tuple[str, ...], Tensor] = {}
         self._running: Saving | None = None
+        self.passes: int | None = None  # of the checkpoint that was loaded, if it says so
 
     # Saving
 
@@ -102,6 +104,7 @@ class Checkpoints:
         state = _optimizer_state.take(optimizer, self._names()) if optimizer is not None else OptimizerState()
         run = {
             "step": request.step,
+            "passes": request.passes,
             "data": request.data,
             "scheduler": scheduler.state_dict() if scheduler is not None else None,
             "generators": _rng.take(),
@@ -225,6 +228,7 @@ class Checkpoints:
         if scheduler is not None and run["scheduler"] is not None:
             scheduler.load_state_dict(run["scheduler"])
         _rng.give_one_of(run["generators"], crew.rank, crew.size)
+        self.passes = run.get("passes")
         return Resumed(run["step"], run["data"], path)
 
     # Names

@@ -14,6 +14,8 @@ from sternway.errors import CheckpointError
 from sternway.pipeline.checkpoint._files import RUN, Manifest
 
 KEYS = {"step", "data", "scheduler", "generators", "fields", "values", "options"}
+LATER = {"passes"}
+"""What older checkpoints do not have."""
 _ZIP = b"PK\x03\x04"
 
 
@@ -44,7 +46,8 @@ def read_run(path: Path, manifest: Manifest) -> dict[str, Any]:
             if file.read(4) != _ZIP:  # torch also reads an older format, with a warning
                 raise ValueError("not a file of torch.save")
         run = torch.load(path / RUN, map_location="cpu", weights_only=True)
-        whole = isinstance(run, dict) and run.keys() == KEYS and run["step"] == manifest.step and run["generators"]
+        whole = isinstance(run, dict) and run.keys() - LATER == KEYS
+        whole = whole and run["step"] == manifest.step and run["generators"]
         problem = "" if whole else "other entries"
     except Exception as error:  # an unpickler may raise anything on bytes that are no pickle
         problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

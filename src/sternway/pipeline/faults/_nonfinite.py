@@ -14,8 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from sternway._torch.tensors import without_torch_function
 from sternway._tree import leaves
 from sternway.errors import PipelineError
+from sternway.pipeline.forward._absent import Absent
 
 OnNonfinite = Literal["raise", "skip"]
 """What to do about a step whose gradients are not finite."""
@@ -71,6 +73,12 @@ class _Look:
 
     def __call__(self, module: nn.Module, inputs: Any, keywords: Any, output: Any) -> None:
         taken, made = _floats([inputs, keywords]), _floats(output)
+        if any(isinstance(tensor, Absent) for tensor in [*taken, *made]):
+            return  # another stage runs it
+        with without_torch_function():  # other ranks do not look, and would take this for code of the model
+            self._look(taken, made)
+
+    def _look(self, taken: list[Tensor], made: list[Tensor]) -> None:
         if all(map(finite, taken)):
             for tensor in made:
                 if not finite(tensor):

@@ -4,13 +4,15 @@ Whether gradients are finite, and their norm for clipping, is known only when th
 wait for that would cost each rank the time of the others. In the zero-bubble paper [1] each rank steps at once, and
 rolls back if the step turns out to be wrong. The same is done here: the norm travels while the next step runs, and is
 looked at when that is done. If it was wrong, the next step ran with wrong parameters, and is run again. Where the paper
-inverts the arithmetic, a copy is kept, so that rolling back is exact.
+inverts the arithmetic, a copy is kept, so that rolling back is exact. A step that is repeated has the learning rate
+that it had; what a scheduler has set since is for the next one.
 
 [1] Qi et al., Zero Bubble Pipeline Parallelism, section 4: https://arxiv.org/abs/2401.10241
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -53,7 +55,9 @@ class Trial:
         self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
         self._values = [p.detach().clone() for p in self._parameters]
         self._states = [_copy(optimizer.state.get(p)) for p in self._parameters]
+        self._options = _options(optimizer)
         optimizer.step()
+        self._options_after = _options(optimizer)
         self._grads = [p.grad for p in self._parameters]
         self._drop_grads()
 
@@ -66,24 +70,47 @@ class Trial:
         norm = torch.tensor(sum(row[0] for row in self._squares()), dtype=torch.float64).sqrt().float()
         self.exceeded = self._max_norm is not None and bool(norm > self._max_norm)
         if not torch.isfinite(norm):
-            self._roll_back()
+            self._set_options(self._roll_back())
             return "nonfinite"
         if self._max_norm is None or not self.exceeded or self._clipped:
             return "kept"
-        self._roll_back()
+        later = self._roll_back()
         scale = float(torch.clamp(self._max_norm / (norm + 1e-6), max=1.0))
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             parameter.grad = None if grad is None else grad * scale
         self._optimizer.step()
+        self._set_options(later)
         self._drop_grads()
         return "clipped"
+
+    def _changed_since(self) -> list[dict[str, Any]]:
+        """Options of groups that were set after the step, as by a learning rate scheduler."""
+        pairs = zip(_options(self._optimizer), self._options_after, strict=False)
+        return [
+            {key: value for key, value in now.items() if key not in then or not _same(value, then[key])}
+            for now, then in pairs
+        ]
+
+    def _set_options(self, options: list[dict[str, Any]]) -> None:
+        for group, own in zip(self._optimizer.param_groups, options, strict=False):
+            for key, value in own.items():
+                if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
 
     def _drop_grads(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
 
     @torch.no_grad()
-    def _roll_back(self) -> None:
+    def _roll_back(self) -> list[dict[str, Any]]:
+        """Undo the step. Returns what was set in the groups since, which is for the next."""
+        later = self._changed_since()
+        for group, before in zip(self._optimizer.param_groups, self._options, strict=False):
+            for key in group.keys() - before.keys() - {"params"}:
+                del group[key]
+        self._set_options(self._options)
         for parameter, value, state in zip(self._parameters, self._values, self._states, strict=True):
             parameter.copy_(value)
             if state is None:
@@ -97,9 +124,22 @@ class Trial:
                     current[key].copy_(old)
                 else:
                     current[key] = old
+        return later
+
+
+def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What the groups have besides parameters, such as the learning rate."""
+    groups = optimizer.param_groups
+    return [copy.deepcopy({key: value for key, value in group.items() if key != "params"}) for group in groups]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
 
 
 def _copy(state: dict[str, Any] | None) -> dict[str, Any] | None:
     if state is None:
         return None
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
+    return {key: value.clone() if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in state.items()}

@@ -26,6 +26,7 @@ class Obstacle:
         used: the segment where it ends, or None if every later stage would need it.
         line: of the model's code.
         fix: what to do.
+        is_seen: whether a stage that comes upon it raises anyway.
     """
 
     what: str
@@ -33,6 +34,7 @@ class Obstacle:
     used: int | None
     line: str
     fix: str
+    is_seen: bool = False
 
     def check(self, stage_of: Sequence[int]) -> None:
         """Raise if these cuts would cut it."""
@@ -56,6 +58,7 @@ class Flow:
         batch_free: for each tensor of the batch that glue of all ranks uses, the first segment that does.
         kept: for each parameter, and each buffer of a piece, by name: the segments that use it.
         obstacles: what must not be cut.
+        draws_python: whether code between the pieces draws random numbers of Python or numpy.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -66,9 +69,10 @@ class Flow:
     batch_free: dict[int, int] = field(default_factory=dict)
     kept: dict[str, set[int]] = field(default_factory=dict)
     obstacles: list[Obstacle] = field(default_factory=list)
+    draws_python: bool = False
 
     def add(self, other: Flow) -> None:
-        """Add what another forward used, if it called the same pieces."""
+        """Add what another forward used, and what it showed that must not be cut, if it called the same pieces."""
         if other.calls != self.calls:
             return
         for mine, others in ((self.uses, other.uses), (self.live, other.live)):
@@ -81,6 +85,8 @@ class Flow:
         for name, segments in other.kept.items():
             self.kept.setdefault(name, set()).update(segments)
         self.of_all |= other.of_all
+        self.draws_python |= other.draws_python
+        self.obstacles += [each for each in other.obstacles if not each.is_seen]
 
     def crossing(self, stage_of_call: Mapping[Call, int]) -> Crossing:
         """What crosses the cuts between stages.
@@ -115,7 +121,7 @@ class Flow:
             for stage in range(stage_of[segment], last + 1):
                 needs[stage].add(leaf)
         batch = [frozenset().union(*needs[stage + 1 :]) for stage in range(last)]
-        return Crossing(tuple(map(frozenset, sends)), tuple(map(frozenset, dead)), tuple(batch))
+        return Crossing(tuple(map(frozenset, sends)), tuple(map(frozenset, dead)), tuple(batch), self.draws_python)
 
     def describe(self, key: Key) -> str:
         """Where a value comes from, in words."""
@@ -146,9 +152,11 @@ class Flow:
 class Crossing:
     """What each stage sends to the next: keys of values, and numbers of tensors of the batch.
 
-    No gradient is expected for values that are ``dead``: what they are used for does not lead to the result.
+    No gradient is expected for values that are ``dead``: what they are used for does not lead to the result. With
+    ``draws_python``, all stages must draw the same random numbers of Python.
     """
 
     values: tuple[frozenset[Key], ...]
     dead: tuple[frozenset[Key], ...]
     batch: tuple[frozenset[int], ...]
+    draws_python: bool

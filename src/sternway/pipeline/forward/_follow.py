@@ -24,7 +24,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from sternway._torch.modes import WHOLE_CALL, is_compiled, is_innermost, whole_call
+from sternway._torch.modes import (
+    WHOLE_CALL,
+    computes_weights,
+    has_backward_hooks,
+    is_compiled,
+    is_innermost,
+    whole_call,
+)
 from sternway._torch.tensors import storage_id
 from sternway.pipeline.forward._absent import Absent, tensors_in
 from sternway.pipeline.forward._names import FROM_PYTHON, LOOKS, RANDOM, READS, function_name, python_random_state
@@ -141,9 +148,11 @@ def intercepted(pieces: Mapping[str, nn.Module], call: PieceCall) -> Iterator[No
     """A block in which the pieces' forwards are passed to ``call``. Hooks of the modules run as always.
 
     The hooks of modules on a device mesh are a part of them: they make DTensors of what goes in, and shards of what
-    comes out. So are those of a module that is compiled by ``module.compile()``.
+    comes out. So are those of a module that is compiled by ``module.compile()``, and of one with hooks for gradients,
+    which torch puts on what goes in and comes out: what is sent is what other modules get. So are those that compute a
+    weight, as ``torch.nn.utils.spectral_norm`` does.
     """
-    whole = {name for name, module in pieces.items() if _is_on_mesh(module) or is_compiled(module)}
+    whole = {name for name, module in pieces.items() if _runs_whole(module)}
     places = {name: WHOLE_CALL if name in whole else "forward" for name in pieces}
     before = {name: vars(module).get(places[name]) for name, module in pieces.items()}
     for name, module in pieces.items():  # into the dict itself: a module looks at each attribute that is set
@@ -158,6 +167,10 @@ def intercepted(pieces: Mapping[str, nn.Module], call: PieceCall) -> Iterator[No
                 del vars(module)[place]
             else:
                 vars(module)[place] = own
+
+
+def _runs_whole(module: nn.Module) -> bool:
+    return any(of(module) for of in (is_compiled, has_backward_hooks, computes_weights, _is_on_mesh))
 
 
 def _is_on_mesh(module: nn.Module) -> bool:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sternway._torch.modes import own_buffers
+from sternway._torch.modes import has_backward_hooks, own_buffers
+from sternway._torch.tensors import version_of
 from sternway._tree import TensorIndex
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import like
+from sternway.pipeline.forward._attributes import OwnAttributes
 from sternway.pipeline.forward._flow import Call, Crossing, Flow
 from sternway.pipeline.forward._follow import Key
 from sternway.pipeline.forward._own_loss import LABELS, filled, find_rule, loss_of
+from sternway.pipeline.forward._python_random import python_seeded
 from sternway.pipeline.forward._record import names_of_kept, record
 from sternway.pipeline.forward._shield import Shield
 from sternway.pipeline.forward._stage_run import Message, StageRun, StageTask, Trail
@@ -45,6 +49,14 @@ class CutModel:
         self.last = max(stage_of_call.values(), default=0)
         names = names_of_kept(model, self.pieces)
         self._inside = list({id(m): m for piece in self.pieces.values() for m in piece.modules()}.values())
+        inside = {id(module) for module in self._inside}
+        self._outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
+        stages = {
+            name: {s for (each, _), s in self.stage_of_call.items() if _within(each, [name])}
+            for name, _ in self._outside
+        }
+        self._cut_inside = [(name, module) for name, module in self._outside if name and len(stages[name]) > 1]
+        self.attributes, self.shared_by = OwnAttributes([module for _, module in self._outside]), 0
         self.crossing: Crossing | None = None
         self._flow = flow
         self._release: set[int] | None = None  # the stages to keep, once the whole model is not needed any more
@@ -69,6 +81,21 @@ class CutModel:
     def buffers_inside(self) -> frozenset[int]:
         """The ids of the buffers that the pieces have now."""
         return frozenset(id(buffer) for module in self._inside for buffer in own_buffers(module))
+
+    def buffers_outside(self) -> list[tuple[str, Tensor, int]]:
+        """The buffers that code between the pieces may use: names, and what they are now."""
+        found = [(name, buffer) for name, module in self._outside for buffer in own_buffers(module)]
+        return [(name, buffer, 0 if buffer.is_inference() else version_of(buffer)) for name, buffer in found]
+
+    def check_hooks(self) -> None:
+        """Raise if a module that is cut inside has hooks for gradients: no stage has both its input and its output."""
+        for name, module in self._cut_inside:
+            if has_backward_hooks(module):
+                raise PipelineError(
+                    "a module that is cut inside cannot have backward hooks: no stage has its input and its output",
+                    got=name,
+                    fix="put the hooks on modules inside it, or cut elsewhere",
+                )
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossing:
         """What crosses the cuts: as is known, or else as one forward of this batch shows."""
@@ -134,7 +161,9 @@ class ModelPart(nn.Module):
 
     def __init__(self, cut: CutModel, stage: int) -> None:
         super().__init__()
+        self._outside: list[tuple[nn.Module, str, nn.Module]] = []  # buffers outside of pieces: here, and in the model
         self._fill(cut, stage)
+        cut.shared_by += 1
         self._cut = (cut,)  # in a tuple, so that the whole model is not a submodule
         self._stage = stage
         self._shields = Shield(), Shield()
@@ -143,6 +172,7 @@ class ModelPart(nn.Module):
         self.begun: float | None = None  # when the stage's own work of the last forward began
         self.uses_own_loss = False  # whether the model itself computes the loss, in the last stage
         self.weight: Tensor | None = None  # of the last microbatch in the model's own loss, in the last stage
+        self.python_seed: int | None = None  # of what Python draws, the same in all stages of a microbatch
         super().train(cut.model.training)
 
     def _fill(self, cut: CutModel, stage: int) -> None:
@@ -159,6 +189,8 @@ class ModelPart(nn.Module):
                 if stage in cut.stages_of.get(id(buffer), (stage,)) and not _within(name, own):
                     persistent = short in module.state_dict(keep_vars=True) if _plain(module) else True
                     self._holder(name).register_buffer(short, buffer, persistent=persistent)
+                    if id(buffer) not in cut.stages_of:
+                        self._outside.append((self._holder(name), short, module))
 
     def _holder(self, name: str) -> nn.Module:
         """The module that holds what is called ``name``: as in the whole model, but empty unless it is a piece."""
@@ -168,6 +200,28 @@ class ModelPart(nn.Module):
                 holder.add_module(step, nn.Module())
             holder = holder.get_submodule(step)
         return holder
+
+    def _look_outside(self) -> None:
+        """Hold the buffers that the model has now: it may have got others, as by ``model.double()``."""
+        for holder, name, owner in self._outside:
+            now = dict(owner.named_buffers(recurse=False)).get(name)
+            if now is not None and now is not getattr(holder, name) and not now.is_meta:
+                setattr(holder, name, now)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As of any module; buffers outside of pieces are those that the whole model has now."""
+        self._look_outside()
+        return super().named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; buffers outside of pieces are those that the whole model has now."""
+        self._look_outside()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; buffers outside of pieces are those that the whole model has now."""
+        self._look_outside()
+        return super().load_state_dict(*args, **kwargs)
 
     @property
     def model(self) -> nn.Module:
@@ -188,6 +242,11 @@ class ModelPart(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage's part of the model's forward."""
+        cut = self._cut[0]
+        with cut.attributes.of(self._stage) if cut.shared_by > 1 else nullcontext():
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stage == 0:
             shares = kwargs.pop(SHARES, None)
             spec, tensors = pack((args, kwargs))
@@ -196,16 +255,21 @@ class ModelPart(nn.Module):
             values, trail = {}, Trail(spec.tree, [like(tensor) for tensor in tensors], crossing, [])
         else:
             batch, values, trail = args
-        task = self._task()
+        task = self._task(self.python_seed if trail.crossing.draws_python else None)
         if task.stage == task.last and self.uses_own_loss:
             self.weight = self._own_weight(task, batch, values, trail)
             if self._rule is not None and (leaf := _labels_leaf(trail)) is not None:
                 batch = batch | {leaf: filled(batch[leaf], self._rule)}
         for shield in self._shields:
             shield.clear()
-        run = StageRun(task, self._shields[0].give(batch), self._shields[1].give(values), trail)
-        result, made, noted = run.run()
+        self._cut[0].check_hooks()
+        outside = self._cut[0].buffers_outside() if task.last else []
+        with _drawing(task):
+            run = StageRun(task, self._shields[0].give(batch), self._shields[1].give(values), trail)
+            result, made, noted = run.run()
         self.begun = run.begun
+        if outside:
+            _check_outside(outside, self._cut[0].buffers_outside())
         for shield in self._shields:
             shield.check()
         if task.stage == task.last:
@@ -218,12 +282,12 @@ class ModelPart(nn.Module):
         message: Message = rest, on, Trail(trail.batch, trail.likes, crossing, [*trail.segments, *noted])
         return message
 
-    def _task(self) -> StageTask:
+    def _task(self, python_seed: int | None) -> StageTask:
         cut = self._cut[0]
         tensors = chain(self.parameters(), self.buffers())
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         kept = cut.buffers_inside()
-        return StageTask(cut.model, cut.pieces, self._stage, cut.last, cut.stage_of_call, kept, device)
+        return StageTask(cut.model, cut.pieces, self._stage, cut.last, cut.stage_of_call, kept, device, python_seed)
 
     def _own_weight(
         self, task: StageTask, batch: dict[int, Tensor], values: dict[Key, Tensor], trail: Trail
@@ -236,12 +300,31 @@ class ModelPart(nn.Module):
 
             def loss_with(other: Tensor) -> Tensor:
                 changed = {leaf: tensor.clone() for leaf, tensor in batch.items()} | {labels: other}
-                with torch.no_grad(), untouched(self):
+                with torch.no_grad(), untouched(self, self.model), _drawing(task):
                     copies = {key: value.clone() for key, value in values.items()}
                     return loss_of(StageRun(task, changed, copies, trail).run()[0])
 
             self._rule = find_rule(batch[labels], loss_with)
         return shares[self._rule]
+
+
+def with_models(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """These stages, and the whole models of which they are parts."""
+    return [*modules, *(module.model for module in modules if isinstance(module, ModelPart))]
+
+
+def _drawing(task: StageTask) -> AbstractContextManager[None]:
+    return nullcontext() if task.python_seed is None else python_seeded(task.python_seed)
+
+
+def _check_outside(before: list[tuple[str, Tensor, int]], after: list[tuple[str, Tensor, int]]) -> None:
+    for (name, buffer, version), (_, now, now_version) in zip(before, after, strict=False):
+        if now is not buffer or now_version != version:
+            raise PipelineError(
+                "code between the modules changes a buffer, and every stage runs it",
+                got=f"a buffer of {name or 'the model'}, of shape {tuple(buffer.shape)}",
+                fix="change it inside a module",
+            )
 
 
 def _labels_leaf(trail: Trail) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from sternway._torch.memory import rng_state
-from sternway._torch.modes import uncompiled
+from sternway._torch.modes import own_buffers, uncompiled
 from sternway._torch.tensors import storage_id, version_of
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import tensors_in
 from sternway.pipeline.forward._flow import Flow, Obstacle
 from sternway.pipeline.forward._follow import PIECE, Follower, Key, intercepted
-from sternway.pipeline.forward._names import FROM_PYTHON, RANDOM, function_name, user_line
+from sternway.pipeline.forward._left import HeldTensor, LeftValue, held_tensors
+from sternway.pipeline.forward._names import FROM_PYTHON, RANDOM, function_name, python_random_state, user_line
 from sternway.pipeline.forward._untouched import untouched
 from sternway.pipeline.transport._payload import pack, unpack
 
@@ -57,17 +58,37 @@ def sample_runs() -> Iterator[None]:
 
 
 def _record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
+    with untouched(model), _as_if_training(model), uncompiled():
+        before = held_tensors(model)
+        first = _follow(model, pieces, args, kwargs)
+        left = first.left_behind(before, held_tensors(model))
+        if left:
+            with suppress(Exception):  # a forward may not be made to follow another of the same batch
+                second = _follow(model, pieces, args, kwargs, left)
+                if second.flow.calls == first.flow.calls:
+                    first.flow.obstacles += second.uses_of_left
+    return first.flow
+
+
+def _follow(
+    model: nn.Module,
+    pieces: Mapping[str, nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    left: Sequence[LeftValue] = (),
+) -> Recorder:
+    """Run the model, and follow its values."""
     spec, tensors = pack((args, kwargs))
     own = [tensor.clone() for tensor in tensors]  # the forward may change them
     twice = {id(tensor): copy for tensor, copy in zip(tensors, own, strict=True)}
     tensors = [twice[id(tensor)] for tensor in tensors]
     args, kwargs = unpack(spec, tensors)
-    recorder = Recorder(model, pieces, tensors)
-    with untouched(model), _as_if_training(model), uncompiled(), intercepted(pieces, recorder.call), recorder:
+    recorder = Recorder(model, pieces, tensors, left)
+    with intercepted(pieces, recorder.call), recorder:
         result = model(*args, **kwargs)
         recorder.note_replaced(model)
     recorder.finish(tensors_in(result))
-    return recorder.flow
+    return recorder
 
 
 def _drop(_: Any) -> Any:
@@ -91,9 +112,16 @@ def _as_if_training(model: nn.Module) -> Iterator[None]:
 class Recorder(Follower):
     """Follows a forward whose pieces all run, and notes in ``flow`` what uses what."""
 
-    def __init__(self, model: nn.Module, pieces: Mapping[str, nn.Module], batch: list[Tensor]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        pieces: Mapping[str, nn.Module],
+        batch: list[Tensor],
+        left: Sequence[LeftValue] = (),
+    ) -> None:
         self._names = names_of_kept(model, pieces)
         super().__init__(frozenset(self._names))
+        self._drawn = self._python  # the state when glue began
         self.flow = Flow()
         self._pieces = pieces
         self._batch: dict[int, list[int]] = {}  # one tensor may be several arguments
@@ -105,6 +133,10 @@ class Recorder(Follower):
         self._writes: dict[int, tuple[int, int]] = {}  # storage: the segment that last changed it, and through what
         self._made_inside: dict[int, tuple[Tensor, int]] = {}  # made by a piece, and perhaps not returned
         self._random: set[Key] = set()
+        self._left = {id(value.tensor): value for value in left}  # by the forward before, and what glue makes of it
+        self.uses_of_left: list[Obstacle] = []
+        self._as_tensor = False  # whether what glue last drew with Python was made a tensor, which is sent
+        self._changed: dict[str, set[int]] = {}  # buffers of pieces: the segments that change them
         self._work: list[
             tuple[int, list[Key], list[tuple[Tensor, list[Key]]]]
         ] = []  # of each call: its segment, what it used and made
@@ -119,6 +151,7 @@ class Recorder(Follower):
         if self._aside:  # inside another one
             self._use_kept(self._pieces[name])
             return forward(*args, **kwargs)
+        self._note_python()
         self.flow.calls.append((name, self._numbers[name]))
         self._numbers[name] += 1
         self.next_segment()
@@ -127,16 +160,21 @@ class Recorder(Follower):
         used = self._keys_of(given)
         self._use_kept(self._pieces[name])
         versions = {key: version_of(tensor) for key, tensor in self._values.items()}
-        state = [(buffer, version_of(buffer)) for buffer in self._pieces[name].buffers()]
+        state = [[(b, version_of(b)) for b in own_buffers(each)] for each in self._pieces[name].modules()]
         self._aside = True
         try:
             result = forward(*args, **kwargs)
         finally:
             self._aside = False
+        self._drawn = python_random_state()
         for key, version in versions.items():
             if version_of(self._values[key]) != version:
                 self._writes[storage_id(self._values[key])] = self.segment, 0
-        if self._numbers[name] > 1 and any(version_of(buffer) != version for buffer, version in state):
+        changed_state = [own for own in state if any(version_of(buffer) != version for buffer, version in own)]
+        for buffer in (buffer for own in changed_state for buffer, _ in own):  # batch norms do not count all they write
+            for each in self._names.get(id(buffer), ()):
+                self._changed.setdefault(each, set()).add(self.segment)
+        if self._numbers[name] > 1 and changed_state:
             self._forbid(
                 f"{name} is called twice and changes its buffers, so both calls must be in one stage",
                 self._first_call(name),
@@ -148,6 +186,12 @@ class Recorder(Follower):
         changed = [tensor for key, tensor in self._values.items() if version_of(tensor) != versions.get(key)]
         self._note_work(used, [*results, *changed])
         return result
+
+    def _note_python(self) -> None:
+        """A stretch of glue ends: look whether it drew with Python or numpy what is a number, and no tensor."""
+        now = python_random_state()
+        self.flow.draws_python |= now != self._drawn and not self._as_tensor
+        self._drawn, self._as_tensor = now, False
 
     def _note_work(self, used: list[Key], made: list[Tensor]) -> None:
         self._work.append((self.segment, used, [(tensor, self._all_keys(tensor)) for tensor in made]))
@@ -170,6 +214,7 @@ class Recorder(Follower):
         for tensor in given:
             for name in self._names.get(id(tensor), ()):
                 self.flow.kept.setdefault(name, set()).add(self.segment)
+        self._use_left(given)
         result = func(*args, **(kwargs or {}))
         known = {*map(id, given), *self._names, *self._batch}  # what it is given may come back, as from x.to(x.dtype)
         for tensor in tensors_in(result):
@@ -197,6 +242,8 @@ class Recorder(Follower):
                 "draw them inside a module",
             )
         self._note_buffers(tensors, before)
+        if found := next((self._left[id(tensor)] for tensor in tensors if id(tensor) in self._left), None):
+            self._left |= {id(made): LeftValue(found.name, made, found.segment) for made in tensors_in(result)}
         return result
 
     def read(self, function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
@@ -211,6 +258,7 @@ class Recorder(Follower):
                 self.segment,
                 None,
                 "cut after it, or move it into a module",
+                is_seen=True,
             )
         return function(*args, **kwargs)
 
@@ -221,6 +269,7 @@ class Recorder(Follower):
         used = self._keys_of(tensors)
         result = function(*args, **kwargs)
         self._note_buffers(tensors, before)
+        self._as_tensor |= key[1] in FROM_PYTHON
         made = [tensor for tensor in tensors_in(result) if all(tensor is not other for other in tensors)]
         written = [i for i, tensor in enumerate(tensors) if version_of(tensor) != before[i]]
         self._name_all(key, tensors_in(result), skip=tensors)
@@ -257,6 +306,13 @@ class Recorder(Follower):
     def finish(self, results: list[Tensor]) -> None:
         """The forward returned these. Find which uses of values lead to them."""
         self.use(results)
+        self._note_python()
+        for name, segments in self._changed.items():
+            places = segments | self.flow.kept.get(name, set())
+            if len(places) > 1:
+                what = f"{name} is changed by one module and used by other code, so both must be in one stage"
+                got = f"a buffer that {self.flow.calls[min(segments) - 1][0]} changes"
+                self.flow.obstacles.append(Obstacle(what, min(places), max(places), got, "cut before or after both"))
         live = set(self._keys_of([tensor for tensor in results if tensor.requires_grad]))
         for key in live:
             self.flow.live.setdefault(key, set()).add(self.segment)
@@ -270,8 +326,33 @@ class Recorder(Follower):
         key = self.key_of(tensor)
         return [] if key is None else [key, *self._aliases.get(id(tensor), ())]
 
+    def left_behind(self, before: dict[int, HeldTensor], after: dict[int, HeldTensor]) -> list[LeftValue]:
+        """Values of the model's work that are in attributes, given what these had before the forward and after it."""
+        found = []
+        for name, tensor, version in after.values():
+            old, inside, key = before.get(id(tensor)), self._made_inside.get(id(tensor)), self.key_of(tensor)
+            write = self._writes.get(storage_id(tensor)) if type(tensor) is Tensor else None
+            if old is not None and old.tensor is tensor:
+                segment = write[0] if write is not None and old.version != version else None
+            elif key is not None:
+                segment = key[0]
+            else:
+                segment = inside[1] if inside is not None and inside[0] is tensor else None
+            if segment is not None:
+                found.append(LeftValue(name, tensor, segment))
+        return found
+
+    def _use_left(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors if self._left else ():
+            value = self._left.get(id(tensor))
+            if value is not None and value.segment != self.segment:
+                what = f"{value.name} is left by one forward and used by the next, in another stage"
+                first, last = sorted((value.segment, self.segment))
+                self.uses_of_left.append(Obstacle(what, first, last, user_line(), "cut before or after both places"))
+
     def use(self, tensors: list[Tensor]) -> None:
         """This segment uses these."""
+        self._use_left(tensors)
         for tensor in tensors:
             key = self.key_of(tensor)
             if key is not None:
@@ -317,8 +398,8 @@ class Recorder(Follower):
         self._values[id(tensor)] = tensor
         self._made_inside.pop(id(tensor), None)
 
-    def _forbid(self, what: str, made: int, used: int | None, fix: str) -> None:
-        self.flow.obstacles.append(Obstacle(what, made, used, user_line(), fix))
+    def _forbid(self, what: str, made: int, used: int | None, fix: str, is_seen: bool = False) -> None:
+        self.flow.obstacles.append(Obstacle(what, made, used, user_line(), fix, is_seen))
 
 
 _SHARED = "a value is changed in place through another tensor that shares its memory, in another stage"

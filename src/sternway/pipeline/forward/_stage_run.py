@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from sternway.pipeline.forward._absent import Absent, Like, Noted, not_here, not
 from sternway.pipeline.forward._flow import Call, Crossing
 from sternway.pipeline.forward._follow import PIECE, Follower, Key, intercepted
 from sternway.pipeline.forward._names import function_name, user_line
+from sternway.pipeline.forward._python_random import python_seeded
 
 
 class Left(BaseException):
@@ -79,6 +81,7 @@ class StageTask:
     stage_of_call: Mapping[Call, int]
     kept: frozenset[int]
     device: torch.device
+    python_seed: int | None
 
 
 class StageRun(Follower):
@@ -168,7 +171,8 @@ class StageRun(Follower):
         for tensor in tensors:
             self._must_be_here(tensor, name)
         before = [version_of(tensor) for tensor in tensors]
-        with self.aside():
+        seed = self._task.python_seed
+        with self.aside(), nullcontext() if seed is None else python_seeded(hash((seed, self.segment))):
             result = forward(*args, **kwargs)
         written = tuple(i for i, tensor in enumerate(tensors) if version_of(tensor) != before[i])
         self._note((self.segment, PIECE, 0, 0), name, result, tensors, written)

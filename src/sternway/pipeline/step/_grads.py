@@ -158,16 +158,18 @@ class Gradients:
         if not self._is_summed(tie):
             return
         before = [self._before.pop(id(parameter), None) for parameter in tie.here]
-        if self._all_here(tie) and all(parameter.grad is None for parameter in tie.here):
-            for parameter, grad in zip(tie.here, before, strict=True):
-                parameter.grad = grad
-            return
         total = torch.zeros_like(local_part(tie.here[0]), dtype=self._reduce_dtype)
         for parameter in tie.here:
             if parameter.grad is not None:
                 total += local_part(parameter.grad)
+        has_some = any(parameter.grad is not None for parameter in tie.here)
+        found = torch.full((), float(has_some), device=total.device)
         if len(tie.ranks) > 1:
-            self._transport.add([total], tie.ranks)
+            self._transport.add([total, found], tie.ranks)
+        if not has_some and not bool(found):  # no rank has one: the host waits for that only where this one has none
+            for parameter, grad in zip(tie.here, before, strict=True):
+                parameter.grad = grad
+            return
         for parameter, grad in zip(tie.here, before, strict=True):
             parameter.grad = torch.zeros_like(parameter) if grad is None else grad
             local_part(parameter.grad).add_(total.to(parameter.dtype))
@@ -188,7 +190,7 @@ class Gradients:
         square = torch.zeros((), dtype=torch.float64, device=self._transport.device)
         for parameter in parameters:
             if parameter.grad is not None and id(parameter) not in skip:
-                own = local_part(parameter.grad).double().square().sum().to(square.device)
+                own = _square(local_part(parameter.grad)).to(square.device)
                 square += own if self._peers is None or self._mesh is None else own * self._mesh.share(parameter)
         if self._peers is not None:
             self._peers.sum(square).wait()
@@ -216,6 +218,12 @@ class Gradients:
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in named_parameters(self._stages)]
+
+
+def _square(grad: Tensor) -> Tensor:
+    if grad.is_complex():
+        return grad.to(torch.complex128).abs().square().sum()
+    return grad.double().square().sum()
 
 
 def _add_terms(parameter: nn.Parameter) -> None:

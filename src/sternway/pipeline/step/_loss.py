@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
 from sternway._tree import leaves, replace_leaves
 from sternway.errors import PipelineError
+from sternway.pipeline.step._mean import check_mean, has_rows
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.transport._later import to_host
 
@@ -33,20 +35,30 @@ class WeighedLoss:
     def __init__(self) -> None:
         self._counts: list[float] = []  # of each microbatch of this step, as far as it was looked ahead
         self._uneven: Callable[[], bool] | None = None
+        self._asks, self._has_asked = True, False  # whether a loss that is one number is the mean over rows
 
     def __call__(self, loss_fn: LossFn, output: Any, microbatch: Microbatch) -> Tensor:
         """This microbatch's part of the loss of the batch."""
         loss = loss_fn(output, microbatch.target)
         if isinstance(loss, tuple) and len(loss) == 2:
             total, count = loss
+            targets = microbatch.targets or [microbatch.target]  # a sample has no others
             if not self._counts:
-                self._counts = [_count(loss_fn, output, target) for target in microbatch.targets]
-            self._check(_number(count), microbatch)
+                self._counts = [_count(loss_fn, output, target) for target in targets]
+            self._check(_number(count), microbatch.target, targets)
             return not_half(_one_number(total)) / max(sum(self._counts), 1e-12)
+        if self._asks and microbatch.weight < 1 and torch.is_grad_enabled():
+            self._ask(loss_fn, output, microbatch)
         loss, self._uneven = _one_number(loss), microbatch.uneven
         if loss.is_cpu:
             self.check_even()
         return not_half(loss) * microbatch.weight
+
+    def _ask(self, loss_fn: LossFn, output: Any, microbatch: Microbatch) -> None:
+        """Raise if the loss is not the mean over rows, as far as that can be seen in the first step that has rows."""
+        if has_rows(output, microbatch.target, microbatch.dim):
+            self._asks = not check_mean(_aside(loss_fn), output, microbatch.target, microbatch.dim)
+            self._has_asked = True
 
     def check_even(self) -> None:
         """Raise if means were taken that do not add up to the mean of the batch.
@@ -61,8 +73,8 @@ class WeighedLoss:
                 fix="return (sum, count): the sum of the losses, and how many targets it has",
             )
 
-    def _check(self, count: float, microbatch: Microbatch) -> None:
-        ahead = next(c for c, t in zip(self._counts, microbatch.targets, strict=True) if t is microbatch.target)
+    def _check(self, count: float, target: Any, targets: list[Any]) -> None:
+        ahead = next(c for c, t in zip(self._counts, targets, strict=True) if t is target)
         if ahead != count:
             raise PipelineError(
                 "the count that loss_fn returns must depend on the target alone",
@@ -74,6 +86,7 @@ class WeighedLoss:
         """The step is over."""
         self._counts.clear()
         self._uneven = None
+        self._asks = self._asks and not self._has_asked
 
 
 def _one_number(loss: Any) -> Tensor:
@@ -101,7 +114,20 @@ def _count(loss_fn: LossFn, output: Any, target: Any) -> float:
         return leaf.detach() if rows is None or not leaf.ndim else leaf.detach()[:rows]
 
     with torch.no_grad():
-        return _number(loss_fn(replace_leaves(some, output), target)[1])
+        return _number(_aside(loss_fn)(replace_leaves(some, output), target)[1])
+
+
+def _aside(loss_fn: LossFn) -> Callable[[Any, Any], Any]:
+    """The same loss, of which a module's buffers are not changed: these calls do not count."""
+    if not isinstance(loss_fn, nn.Module):
+        return loss_fn
+    module = loss_fn
+
+    def call(output: Any, target: Any) -> Any:
+        copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
+        return functional_call(module, copies, (output, target))
+
+    return call
 
 
 def not_half(loss: Tensor) -> Tensor:

@@ -25,6 +25,11 @@ def seed_forward(seed: int, stage: int, microbatch: int, device: torch.device) -
         generator.manual_seed(_mixed(seed, stage, microbatch))
 
 
+def python_seed(seed: int, microbatch: int) -> int:
+    """The seed of what Python and numpy draw between the modules of a whole model, in every stage of a microbatch."""
+    return _mixed(seed, microbatch)
+
+
 @contextmanager
 def own_random_numbers(device: torch.device) -> Iterator[None]:
     """A block after which the generators are as they were before."""

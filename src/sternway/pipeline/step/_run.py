@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from sternway.errors import PipelineError
+from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.step._microbatch import Microbatch
-from sternway.pipeline.step._random import seed_forward
+from sternway.pipeline.step._random import python_seed, seed_forward
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.step._times import Spans, StreamTimes
 from sternway.pipeline.transport._payload import Payload, pack
@@ -90,6 +91,8 @@ def _run_action(step: RankStep, action: Action, arrived: dict[MessageKey, Payloa
     if action.op == "F":
         if step.training:
             seed_forward(step.seed, action.stage, i, step.device)
+        if isinstance(stage.module, ModelPart):
+            stage.module.python_seed = python_seed(step.seed, i)
         with torch.set_grad_enabled(step.training):
             made = stage.forward(i, step.microbatches[i], payloads, step.keep_outputs, moved)
         missing = {key.channel for key in step.routes.sent(action)} ^ made.keys()

@@ -171,7 +171,7 @@ class StepRunner:
         """
         trial = self._trial
         with self._whole_step():
-            before = None if trial is None else StateBefore(self._stages)
+            before = None if trial is None else StateBefore(self._stages, work.microbatches)
             times = self._run(work, options.return_outputs, options.record)
             for stage in self._stages.values():
                 stage.check_loss()
@@ -318,11 +318,13 @@ class StepRunner:
         rank_of, last = self.schedule.stage_ranks(), self.schedule.num_stages - 1
         by_gradient = _nonfinite.in_gradients(modules, rank_of)
         self._gradients.drop()
+        before = StateBefore(self._stages, self._last.microbatches)  # it has changed the buffers already
         with self._whole_step(), _nonfinite.looking(modules, rank_of) as found:
             self._run(self._last)
             if last in self._stages:
                 found += _nonfinite.in_losses(self._stages[last].losses.values(), last, rank_of[last])
             found += by_gradient or _nonfinite.in_gradients(modules, rank_of)
+        before.restore()
         everyone = [origin for row in self._transport.crew().share(found) for origin in row]
         first = _nonfinite.first(everyone)
         return str(first) if first is not None else "a sum that is not finite, of gradients that each are"

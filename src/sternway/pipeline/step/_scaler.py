@@ -49,6 +49,15 @@ class GradScaler(ShardScaler):
         for each in found:
             each.copy_(mine)
 
+    def check_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if the gradients are those of the scaled loss."""
+        if self.is_enabled() and id(optimizer) not in getattr(self, "_unscaled", ()):
+            raise PipelineError(
+                "optimizer_step would step with the gradients of the scaled loss",
+                got="a pipeline with scaler=",
+                fix="call scaler.step(optimizer) and scaler.update() instead",
+            )
+
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Take the optimizer step, unless the gradients of any rank are not finite."""
         if self.is_enabled() and id(optimizer) not in getattr(self, "_unscaled", ()):

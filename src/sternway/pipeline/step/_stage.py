@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from sternway import split
 from sternway._torch.async_tensors import DROPPED, any_drops_gradient
 from sternway._torch.failures import failure_of
+from sternway._torch.tensors import storage_id
 from sternway._tree import leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import loss_of, no_shares
@@ -164,7 +165,12 @@ class Stage:
             needing = {name: [t for t in tensors if t.requires_grad] for name, tensors in inputs.items()}
             dead = self.module.dead if isinstance(self.module, ModelPart) and not self.is_last else []
             self._graphs[number] = _Graph(needing, graph_outputs, dead)
-        return {name: (spec, [t.detach() for t in tensors]) for name, (spec, tensors) in payloads.items()}
+        given = [*tensors_anyway(microbatch, {}), *(tensor for tensors in inputs.values() for tensor in tensors)]
+        known = {id(tensor) for tensor in given}
+        held: set[int] = set()
+        if any(not t.requires_grad and id(t) not in known for _, tensors in payloads.values() for t in tensors):
+            held = {storage_id(buffer) for buffer in self.module.buffers() if _has_storage(buffer)}
+        return {name: (spec, [_to_send(t, held) for t in tensors]) for name, (spec, tensors) in payloads.items()}
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
         """This microbatch's part of the loss, by ``loss_fn`` or by the model itself; None if there is none."""
@@ -295,6 +301,16 @@ def tensors_anyway(microbatch: Microbatch, received: dict[str, Payload]) -> list
     given = (microbatch.arguments, microbatch.keywords, microbatch.stage_kwargs, microbatch.target)
     tensors = [leaf for each in given for leaf in leaves(each) if isinstance(leaf, Tensor)]
     return [*tensors, *(tensor for _, arrived in received.values() for tensor in arrived)]
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Buffer) and tensor.layout is torch.strided
+
+
+def _to_send(tensor: Tensor, held: set[int]) -> Tensor:
+    """A tensor as it is sent. One in the memory of a buffer is copied: a later microbatch may change it."""
+    is_held = bool(held) and not tensor.requires_grad and _has_storage(tensor) and storage_id(tensor) in held
+    return tensor.detach().clone() if is_held else tensor.detach()
 
 
 def _changed_in_place(stage: int) -> PipelineError:

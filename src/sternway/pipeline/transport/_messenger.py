@@ -176,12 +176,7 @@ class Messenger:
             if known is None:
                 self._send_spec(key, spec, target)
             elif known != spec:
-                raise PipelineError(
-                    f"stage {key.source}'s output for microbatch {key.microbatch} must have the shapes of the step "
-                    "before, as the batch has",
-                    got=f"{spec.shapes()}, not {known.shapes()}",
-                    fix="pass dynamic=True, if the shapes of outputs depend on the data",
-                )
+                raise _unlike(key, spec, known)
         described = (known or spec).tensors
         sent = [each.in_memory(tensor) for each, tensor in zip(described, tensors, strict=True)]
         self._carrier.send(key, sent, target)
@@ -195,3 +190,25 @@ class Messenger:
     def _describe(self, call: Any, tensor: Tensor, key: MessageKey, other: int) -> Any:
         members, group = self._groups.members, self._groups.activations
         return self._groups.attempt(call, tensor, members[other], group=group, tag=self._tag(key))
+
+
+def _unlike(key: MessageKey, spec: Spec, known: Spec) -> PipelineError:
+    """The error about a message that is not like that of the step before, whose description the receiver has."""
+    what = f"stage {key.source}'s output for microbatch {key.microbatch} must"
+    if spec.shapes() != known.shapes():
+        return PipelineError(
+            f"{what} have the shapes of the step before, as the batch has",
+            got=f"{spec.shapes()}, not {known.shapes()}",
+            fix="pass dynamic=True, if the shapes of outputs depend on the data",
+        )
+    if spec.tensors != known.tensors:
+        return PipelineError(
+            f"{what} have the dtypes of the step before, and need gradients as there",
+            got=f"{spec.kinds()}, not {known.kinds()}",
+            fix="pass dynamic=True, if parameters are frozen or thawed between steps",
+        )
+    return PipelineError(
+        f"{what} have the values that are no tensors of the step before, and come by the same way",
+        got="others, or another way through the forward",
+        fix="pass dynamic=True, if they depend on the data",
+    )

@@ -96,6 +96,12 @@ class Spec:
         wanted = tuple(TensorSpec(t.shape, t.dtype, False, t.order) for t in self.tensors if t.needs_grad)
         return Spec([TensorIndex(index) for index in range(len(wanted))], wanted)
 
+    def kinds(self) -> str:
+        """The tensors' dtypes, and which of them need gradients, for messages."""
+        kinds = (f"{str(each.dtype).removeprefix('torch.')} {'with' if each.needs_grad else 'without'} gradient"
+                 for each in self.tensors)  # fmt: skip
+        return ", ".join(kinds)
+
     def shapes(self) -> str:
         """The tensors' shapes, for messages."""
         return ", ".join(str(tensor.shape) for tensor in self.tensors) or "no tensors"

@@ -1,0 +1,141 @@
+"""A loss that is one number must be the mean over rows; others are refused in the first step, not averaged wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sternway.errors import PipelineError
+from sternway.pipeline import LocalTransport, Pipeline
+
+DIM = 4
+WEIGHT = torch.linspace(0.1, 2.0, DIM)
+
+
+def pipe_of(
+    loss_fn: Callable[[Any, Any], Any], n_microbatches: int = 2, dtype: torch.dtype = torch.float32
+) -> Pipeline:
+    torch.manual_seed(0)
+    stages = {i: nn.Linear(DIM, DIM, dtype=dtype) for i in range(2)}
+    transport = LocalTransport()
+    return Pipeline(
+        stages, schedule="1f1b", n_microbatches=n_microbatches, ranks=2, loss_fn=loss_fn, transport=transport
+    )  # fmt: skip
+
+
+def masked(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    goal, mask = target
+    return ((output - goal).square() * mask).sum() / mask.sum()
+
+
+def contrastive(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output @ target.t(), torch.arange(len(output)))
+
+
+LABELS = torch.tensor([0, 3, 1, 2, 3, 3, 0, 1])
+GOAL = torch.linspace(-1, 1, 8 * DIM).view(8, DIM)
+MASK = (torch.arange(8 * DIM).view(8, DIM) % 7 > 2).float()
+X = torch.cos(torch.arange(8.0 * DIM)).view(8, DIM)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "target"),
+    [
+        (nn.CrossEntropyLoss(weight=WEIGHT), LABELS),
+        (nn.CrossEntropyLoss(reduction="sum"), LABELS),
+        (nn.MSELoss(reduction="sum"), GOAL),
+        (masked, (GOAL, MASK)),
+        (contrastive, GOAL),
+    ],
+)
+def test_other_losses_are_refused(loss_fn: Any, target: Any) -> None:
+    pipe = pipe_of(loss_fn)
+    with pytest.raises(PipelineError, match=r"must return the mean over the rows.*got .* for two rows.*\(sum, count\)"):
+        pipe.step(X, target=target)
+    assert pipe_of(loss_fn, 1).step(X, target=target).loss is not None  # one microbatch is the batch
+
+
+def noisy(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target + torch.randn_like(target))
+
+
+def regular(output: Tensor, target: Tensor) -> Tensor:
+    return F.smooth_l1_loss(output, target) + 0.1 * WEIGHT.square().sum()
+
+
+def within_microbatches(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return contrastive(output, target) * len(output), len(output)
+
+
+@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), noisy, regular, within_microbatches])
+def test_means_are_not(loss_fn: Any) -> None:
+    assert pipe_of(loss_fn).step(X, target=GOAL).loss is not None
+
+
+def test_a_loss_that_talks_to_other_processes_is_not_tried() -> None:
+    """Another process may have fewer rows, and not try it: nobody would answer."""
+    sums = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        count = torch.tensor(float(len(output)))
+        dist.all_reduce(count)
+        sums.append(count)
+        return (output - target).square().sum() / count
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        pipe_of(loss_fn).step(X, target=GOAL)
+    finally:
+        dist.destroy_process_group()
+    assert len(sums) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nor_are_means_of_rounded_numbers(dtype: torch.dtype) -> None:
+    assert pipe_of(F.mse_loss, dtype=dtype).step(X.to(dtype), target=GOAL.to(dtype)).loss is not None
+
+
+def test_counts_of_classes_give_the_loss_of_the_batch() -> None:
+    """What the error says to do."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return F.cross_entropy(output, target, WEIGHT, reduction="sum"), WEIGHT[target].sum()
+
+    pipe = pipe_of(loss_fn)
+    result = pipe.step(X, target=LABELS)
+    with torch.no_grad():
+        output = pipe.stages[1].module(pipe.stages[0].module(X))
+    torch.testing.assert_close(result.loss, F.cross_entropy(output, LABELS, WEIGHT))
+
+
+@pytest.mark.parametrize("is_noisy", [False, True])
+def test_it_is_looked_at_in_the_first_step_alone(is_noisy: bool) -> None:
+    """A noisy loss cannot be judged, and would be called again in every step, for which a host must wait for a GPU."""
+    calls = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        calls.append(len(output))
+        return noisy(output, target) if is_noisy else F.mse_loss(output, target)
+
+    pipe = pipe_of(loss_fn)
+    pipe.step(X, target=GOAL)
+    assert calls.count(4) == 2  # the microbatches
+    assert len(calls) > 2
+    calls.clear()
+    pipe.step(X, target=GOAL)
+    assert calls == [4, 4]
+
+
+def test_losses_that_cancel_are_means() -> None:
+    sign = torch.tensor([1.0, -1.0] * 4)[:, None]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return (target * (1e4 + 1e-9 * output)).mean()  # of two rows all but nothing, in float32 some noise
+
+    assert pipe_of(loss_fn).step(X, target=sign * (1 + 1e-6 * X)).loss is not None
