@@ -174,6 +174,7 @@ VALID: dict[str, set[str]] = {
     **{f"Pipeline {name}": {"None"} for name in ("sample", "skips", "mesh")},
     "Pipeline memory_limit": {"None", "1.5", "inf", "huge"},
     "Pipeline tied": {"list"},
+    "LocalTransport": {"0"} if torch.version.cuda else set(),  # a CUDA build knows devices by number
     "Pipeline reports": {"None", "text", "empty text"},
     **{name: {"None"} for name in ("step stage_kwargs", "step nonfinite", "resume optimizer", "resume step")},
     "clip_grad_norm_": {"1.5", "huge"},

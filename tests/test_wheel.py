@@ -25,16 +25,21 @@ def _run(*command: str | Path) -> str:
 def _with_all_it_needs(names: list[str]) -> dict[str, Distribution]:
     """These distributions and, again and again, what they require, as far as it is installed here."""
     found: dict[str, Distribution] = {}
+    seen: set[str] = set()
     while names:
-        name = names.pop().lower().replace("_", "-")
-        if name in found:
+        asked = names.pop()
+        name, extras = re.fullmatch(r"([\w.-]+)(?:\[([^]]*)\])?.*", asked, re.DOTALL).groups()
+        if (name := name.lower().replace("_", "-")) + str(extras) in seen:
             continue
+        seen.add(name + str(extras))
         try:
             found[name] = distribution(name)
         except PackageNotFoundError:  # for another platform
             continue
-        required = [each for each in found[name].requires or [] if "extra ==" not in each]
-        names += [re.split(r"[^\w.-]", each, maxsplit=1)[0] for each in required]
+        for each in found[name].requires or []:
+            extra = re.search(r"extra == ['\"]([\w-]+)", each)
+            if extra is None or extra[1] in (extras or "").split(","):  # as torch asks for cuda-toolkit[cudart]
+                names.append(each)
     return found
 
 

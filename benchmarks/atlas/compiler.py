@@ -76,6 +76,9 @@ class File:
         lines = {node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))}  # type: ignore[attr-defined]
         waiting = next((children[wanted, line] for line in sorted(lines) if children.get((wanted, line))), None)
         if not waiting:
+            if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp):  # since Python 3.13 in the scope around it
+                for child in _body(node):
+                    self._node(child, name, table, children, function)
             return
         inner = waiting.pop(0)
         self.parents[inner.get_id()] = table

@@ -96,3 +96,12 @@ def test_plain_attributes_are_as_before_the_sample() -> None:
         module(torch.ones(2, 4))
     assert module.total.tolist() == [0.0] * 4
     assert module.last is None
+
+
+def test_buffers_that_other_ranks_keep_have_no_values_to_put_back() -> None:
+    """What another rank keeps is on the meta device, beside stages that are tried again to weigh a model's own loss."""
+    module = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4).to("meta"))
+    with untouched(module), torch.no_grad():
+        module[0](torch.randn(3, 4))
+    assert module[0].num_batches_tracked == 0
+    assert module[1].running_mean.is_meta

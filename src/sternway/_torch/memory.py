@@ -32,7 +32,7 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have the same values; those without memory have none that differ."""
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return isinstance(one, FakeTensor) or torch.equal(one, other)
+    return isinstance(one, FakeTensor) or one.is_meta or torch.equal(one, other)
 
 
 class OperationCounter(TorchDispatchMode):

@@ -18,7 +18,7 @@ from sternway.cli._progress import moving_bar
 from sternway.cli._table import TableColumn, show_table, stdout
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-OLDEST, NEWEST = (2, 11), (2, 13)  # minor releases of torch that the tests have run on
+OLDEST, NEWEST = (2, 11), (2, 15)  # minor releases of torch that the tests have run on
 
 
 @dataclass(frozen=True, slots=True)
