@@ -151,6 +151,13 @@ def test_a_vector_reached_through_t() -> None:
     assert_equal_on(lambda x, w, b: torch.addmm(b.t(), x, w).square().sum(), (4, 4), (4, 4), (4,))
     assert_equal_on(lambda x, w, b: F.conv1d(x, w, b.t()).square().sum(), (2, 3, 7), (4, 3, 3), (4,))
 
+    def hooked(x: Tensor, v: Tensor) -> Tensor:  # W goes through the engine, from the node of t() on
+        transposed = v.t()
+        transposed.register_hook(lambda grad: 2 * grad)
+        return torch.mv(x, transposed).square().sum()
+
+    assert_equal_on(hooked, (3, 4), (4,))
+
 
 def test_complex_factors() -> None:
     def call(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
