@@ -99,7 +99,7 @@ def _accumulate_grad() -> bool:
 @probe(
     "torch._C._current_graph_task_id, torch._C._will_engine_execute_node",
     expected="tell which backward runs and where it will come to",
-    features=("hooks", "state", "split.capture"),
+    features=("hooks", "state", "split", "split.capture"),
     hooks=1,
 )
 def _graph_task() -> bool:
