@@ -121,8 +121,13 @@ def test_a_hook_is_still_there_after_two_i_at_once() -> None:
     norm.weight.register_hook(lambda grad: calls.append(grad.clone()))
     inside, beside, over = threading.Event(), threading.Event(), threading.Event()
     first, second = norm(x), norm(y)
-    first.register_hook(lambda grad: None if (inside.set(), beside.wait(LONG)) else None)
-    second.register_hook(lambda grad: None if (beside.set(), over.wait(LONG)) else None)
+
+    def meet(mine: threading.Event, other: threading.Event) -> None:
+        mine.set()
+        assert other.wait(LONG)
+
+    first.register_hook(lambda grad: meet(inside, beside))
+    second.register_hook(lambda grad: meet(beside, over))
 
     def early() -> None:
         pendings.append(split.backward_input(first.sum(), None, x)[1])

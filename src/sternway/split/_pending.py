@@ -111,7 +111,9 @@ class Pending:
         Those are DDP's. Whoever replays W runs them.
         """
         leaves = {**self._late, **self._early}
-        with turn(leaves.keys()):
+        # A .grad of inference mode could not be added to later.
+        outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        with turn(leaves.keys()), outside:
             self._compute(leaves, tell_nodes)
 
     def _compute(self, leaves: dict[Node, None], tell_nodes: bool) -> None:

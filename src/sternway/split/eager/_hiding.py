@@ -1,7 +1,7 @@
 """Hooks of parameters that must not run now: they are to run in W, or have run in I.
 
-A hook is in a dictionary that belongs to its parameter, and other backwards may come to that parameter at the same time:
-in other threads, or inside a hook. So what stands in for a hook knows whether it is to run all the same, and how many
+A hook is in a dictionary that belongs to its parameter, and other backwards may come to that parameter meanwhile: in
+other threads, or inside a hook. So what stands in for a hook knows whether it is to run all the same, and how many
 backwards still need it there. The last of them puts the hook back.
 """
 
