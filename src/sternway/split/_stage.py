@@ -64,7 +64,8 @@ def stage_backward_input(
         pairs = zip(stage_outputs_or_loss, output_grads, strict=True)
         grads = [grad for output, grad in pairs if not isinstance(output, Tensor) or output.requires_grad]
     dinputs, pending = backward_input(outputs, grads, list(input_values), exact=True)
-    for value, grad in zip(input_values, dinputs, strict=True):
+    given = {id(value): (value, grad) for value, grad in zip(input_values, dinputs, strict=True)}  # each input once
+    for value, grad in given.values():
         if isinstance(value, Tensor) and grad is not None:
             value.grad = grad if value.grad is None else value.grad + grad
     for output in outputs:
