@@ -56,7 +56,10 @@ def execute(program: Program, plain: bool) -> Outcome | Exception | None:
 
     def half(forward: Forward) -> None:
         if not plain and any(t.requires_grad for t in forward.outputs):
-            grads, pending[forward.round] = split.backward_input(forward.outputs, forward.grads, forward.inputs)
+            options = {"exact": program.seed % 2 > 0, "own_thread": program.seed > 1}  # no numbers of their own
+            grads, pending[forward.round] = split.backward_input(
+                forward.outputs, forward.grads, forward.inputs, **options
+            )
             found[forward.round] = grads
 
     for round_ in range(program.rounds):
