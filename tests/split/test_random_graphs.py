@@ -140,10 +140,10 @@ def close(mine: Any, theirs: Any, loose: bool) -> bool:
 
 
 def is_nothing(call: Any) -> bool:
-    """Whether a hook or a Function was called with no gradient, or with zeros in the place of one."""
+    """Whether a hook or a Function was called with no gradient or with zeros, or a checkpoint's region again."""
     if isinstance(call, tuple):
         return all(map(is_nothing, call))
-    return call is None or (isinstance(call, Tensor) and not call.any())
+    return call is None or call == "region" if not isinstance(call, Tensor) else not call.any()
 
 
 def assert_same(mine: Outcome, theirs: Outcome, loose: bool, inside: bool) -> None:
