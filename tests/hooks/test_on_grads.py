@@ -256,6 +256,24 @@ def test_a_place_given_twice(calls: list) -> None:
     assert _shown(calls) == [[[1.0, 1.0]] * 2]
 
 
+def test_a_sparse_leaf(calls: list) -> None:
+    table, x = torch.eye(2).to_sparse().requires_grad_(), torch.ones(2, 2, requires_grad=True)
+    hooks.on_grads([table, x], calls.append)
+    torch.sparse.mm(table, x).sum().backward()
+    ((of_table, of_x),) = calls
+    assert of_table.is_sparse
+    torch.testing.assert_close(of_x, torch.ones(2, 2))
+
+
+def test_a_backward_in_inference_mode(calls: list) -> None:
+    a, b = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    hooks.on_grads([a, b], calls.append)
+    y = 2 * a + 3 * b
+    with torch.inference_mode():
+        y.backward()
+    assert [tuple(grad.item() for grad in grads) for grads in calls] == [(2.0, 3.0)]
+
+
 def test_a_tensor_changed_in_place_later(calls: list) -> None:
     """The hook stays where it was put: on the value before the change."""
     a, b = _leaf(), _leaf()

@@ -244,3 +244,15 @@ def test_nothing_is_copied_if_nothing_is_changed() -> None:
         assert saved_by._saved_self.data_ptr() != b.data_ptr()
     del loss, saved_by
     assert len(policy.slots) == 0
+
+
+@pytest.mark.parametrize("also", [nullcontext, lambda: saved.compress("bf16")])
+def test_saved_before_and_after_a_change_that_no_version_counts(also: Callable[[], AbstractContextManager]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with also(), saved.mutable():
+        y = 2 * x
+        before = (y**2).sum()
+        y.data.fill_(8)
+        after = (y**2).sum()
+    (before + after).backward()
+    torch.testing.assert_close(x.grad, torch.full((3,), 2 * 2 * (2.0 + 8.0)))

@@ -26,14 +26,15 @@ def _leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> lis
 
 
 def assert_equal_on(call: Callable[..., Tensor], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> None:
-    """Two rounds; the first leaf is the input, the others get ``.grad``."""
-    ours, theirs = _leaves(*shapes, dtype=dtype), _leaves(*shapes, dtype=dtype)
-    for _ in range(2):
-        call(*theirs).backward()
-        _, pending = split.backward_input(call(*ours), None, ours[0])
-        pending.run()
-        for mine, other in zip(ours[1:], theirs[1:], strict=True):
-            torch.testing.assert_close(mine.grad, other.grad)
+    """Two rounds, exact and not; the first leaf is the input, the others get ``.grad``."""
+    for exact in (False, True):
+        ours, theirs = _leaves(*shapes, dtype=dtype), _leaves(*shapes, dtype=dtype)
+        for _ in range(2):
+            call(*theirs).backward()
+            _, pending = split.backward_input(call(*ours), None, ours[0], exact=exact)
+            pending.run()
+            for mine, other in zip(ours[1:], theirs[1:], strict=True):
+                torch.testing.assert_close(mine.grad, other.grad)
 
 
 def test_a_gradient_that_is_summed_more_than_once() -> None:
@@ -151,6 +152,13 @@ def test_a_vector_reached_through_t() -> None:
     assert_equal_on(lambda x, w, b: torch.addmm(b.t(), x, w).square().sum(), (4, 4), (4, 4), (4,))
     assert_equal_on(lambda x, w, b: F.conv1d(x, w, b.t()).square().sum(), (2, 3, 7), (4, 3, 3), (4,))
 
+    def hooked(x: Tensor, v: Tensor) -> Tensor:  # W goes through the engine, from the node of t() on
+        transposed = v.t()
+        transposed.register_hook(lambda grad: 2 * grad)
+        return torch.mv(x, transposed).square().sum()
+
+    assert_equal_on(hooked, (3, 4), (4,))
+
 
 def test_complex_factors() -> None:
     def call(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -171,6 +179,7 @@ def test_sparse_and_dense_gradients_of_one_parameter() -> None:
     ids = torch.tensor([[0, 1, 2]])
     assert_equal_on(lambda x, w: F.linear(F.embedding(ids, w, sparse=True).tanh(), w).sum() + x.sum(), (1,), (6, 4))
     assert_equal_on(lambda x, w: (F.embedding(ids, w, sparse=True) * F.embedding(ids, w)).sum() + x.sum(), (1,), (6, 4))
+    assert_equal_on(lambda x, w: (x @ w).sum() + F.embedding(ids, w, sparse=True).sum(), (2, 6), (6, 4))
 
 
 def test_sparse_operands() -> None:

@@ -164,6 +164,26 @@ def test_hooks_on_parameters_run_once_each_in_w(kind: str) -> None:
         torch.testing.assert_close(value, their_log[name])
 
 
+def test_a_hook_on_the_compiled_node_gets_gradients_and_may_change_them() -> None:
+    model, x = Mlp(), x_of(5, 4)
+    fast, (reference, their_x) = compiled(model), twin(model, x)
+    y, seen = fast(x).square().sum(), []
+
+    def double(grads: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        seen.extend(grad.clone() for grad in grads if grad is not None)
+        return tuple([None if grad is None else 2 * grad for grad in grads])
+
+    y.grad_fn.next_functions[0][0].next_functions[0][0].register_hook(double)
+    grad, pending = split.backward_input(y, None, x)
+    pending.run()
+    (2 * reference(their_x).square().sum()).backward()
+    torch.testing.assert_close(grad, their_x.grad)
+    assert_same_grads(model, reference)
+    assert sorted(g.abs().sum().item() for g in seen) == pytest.approx(
+        sorted(g.abs().sum().item() / 2 for g in (their_x.grad, *(p.grad for p in reference.parameters())))
+    )
+
+
 def test_a_hook_that_steps_and_frees_the_gradient() -> None:
     def step(parameter: nn.Parameter) -> None:
         with torch.no_grad():

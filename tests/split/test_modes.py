@@ -9,7 +9,7 @@ import torch
 from models import convnet, gpt, llama
 from torch import Tensor, nn
 
-from compare import assert_split_equals_backward, names
+from compare import assert_same_grads, assert_split_equals_backward, names, twin
 from sternway import split
 from sternway.errors import PendingError
 
@@ -131,3 +131,23 @@ def test_called_under_no_grad() -> None:
         pending.run()
     assert not grad.requires_grad
     assert not layer.weight.grad.requires_grad
+
+
+@pytest.mark.parametrize("where", ["gradient", "I", "I and W"])
+def test_inference_mode(where: str) -> None:
+    """A gradient that was made there counts no versions; a .grad that was made there could not be added to."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+    x = torch.randn(5, 4, requires_grad=True)
+    reference, their_x = twin(model, x)
+    with torch.inference_mode():
+        grad_output = torch.ones(5, 4)
+    for _ in range(2):
+        y = model(x)
+        with torch.inference_mode(where != "gradient"):
+            grad, pending = split.backward_input(y, grad_output, x)
+        with torch.inference_mode(where == "I and W"):
+            pending.run()
+        their_x.grad = None
+        reference(their_x).backward(torch.ones(5, 4))
+        torch.testing.assert_close(grad, their_x.grad)
+        assert_same_grads(model, reference)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from compare import assert_same_grads, twin
 from sternway import split
 from sternway.errors import PendingError
+from sternway.split import _accumulate
 
 
 @pytest.fixture
@@ -49,6 +50,23 @@ def test_gradients_are_added_to_in_place() -> None:
     split.backward_input(layer(torch.randn(5, 4)).square().sum())[1].run()
     assert all(parameter.grad is grad for parameter, grad in zip(layer.parameters(), before, strict=True))
     assert all(grad.any() for grad in before)
+
+
+def test_two_parameters_whose_gradients_are_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU one call that adds to several tensors adds to all at once: it must get each memory once."""
+    first, second, shared = nn.Linear(4, 4), nn.Linear(4, 4), torch.zeros(4)
+    first.bias.grad, second.bias.grad = shared, shared.view(4)
+    called = []
+
+    def add_each(totals: list[Tensor], values: list[Tensor]) -> None:
+        called.append([total.data_ptr() for total in totals])
+        torch._foreach_add_(totals, values)
+
+    monkeypatch.setattr(_accumulate, "add_each", add_each)
+    split.backward_input(second(first(torch.randn(5, 4))).sum())[1].run()
+    assert called
+    assert all(len(set(memories)) == len(memories) for memories in called)
+    torch.testing.assert_close(shared, 5 + 5 * second.weight.detach().sum(0))
 
 
 def test_first_gradients_share_memory_with_nothing() -> None:

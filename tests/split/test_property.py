@@ -65,7 +65,7 @@ KINDS = [
 ]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(
     kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=6),
     skips=st.lists(st.integers(0, 5), max_size=2),

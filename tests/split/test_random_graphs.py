@@ -56,7 +56,10 @@ def execute(program: Program, plain: bool) -> Outcome | Exception | None:
 
     def half(forward: Forward) -> None:
         if not plain and any(t.requires_grad for t in forward.outputs):
-            grads, pending[forward.round] = split.backward_input(forward.outputs, forward.grads, forward.inputs)
+            options = {"exact": program.seed % 2 > 0, "own_thread": program.seed > 1}  # no numbers of their own
+            grads, pending[forward.round] = split.backward_input(
+                forward.outputs, forward.grads, forward.inputs, **options
+            )
             found[forward.round] = grads
 
     for round_ in range(program.rounds):
@@ -136,7 +139,14 @@ def close(mine: Any, theirs: Any, loose: bool) -> bool:
     return torch.allclose(mine, theirs, rtol=0, atol=scale * (1e-3 if loose else 1e-9), equal_nan=True)
 
 
-def assert_same(mine: Outcome, theirs: Outcome, loose: bool) -> None:
+def is_nothing(call: Any) -> bool:
+    """Whether a hook or a Function was called with no gradient or with zeros, or a checkpoint's region again."""
+    if isinstance(call, tuple):
+        return all(map(is_nothing, call))
+    return call is None or call == "region" if not isinstance(call, Tensor) else not call.any()
+
+
+def assert_same(mine: Outcome, theirs: Outcome, loose: bool, inside: bool) -> None:
     for what in ("grads", "of_inputs", "retained"):
         pairs = zip(getattr(mine, what), getattr(theirs, what), strict=True)
         for index, (ours, plain) in enumerate(pairs):
@@ -149,6 +159,8 @@ def assert_same(mine: Outcome, theirs: Outcome, loose: bool) -> None:
     assert mine.shared <= theirs.shared, f"gradients that share memory: {mine.shared} against {theirs.shared}"
     for label in sorted({*mine.log, *theirs.log}):
         ours, plain = list(mine.log[label]), list(theirs.log[label])
+        if inside:  # what lies below an input runs with undefined gradients if it leads to a ready parameter
+            ours, plain = [[call for call in calls if not is_nothing(call)] for calls in (ours, plain)]
         assert len(ours) == len(plain), f"{label}: called {len(ours)} times against {len(plain)}: {ours}, {plain}"
         for call in plain:
             match = next((i for i, other in enumerate(ours) if close(other, call, loose)), None)
@@ -218,7 +230,7 @@ def assert_split_equals_plain(program: Program) -> None:
         or (step.op == "weight" and list(WEIGHTS)[step.c % len(WEIGHTS)] == "cast")
         for step in program.steps
     )
-    assert_same(mine, theirs, loose)
+    assert_same(mine, theirs, loose, any(step.op == "input_here" for step in program.steps))
     if any(canary() is not None for canary in mine.canaries):
         gc.collect()
         if all(canary() is None for canary in theirs.canaries):  # register_multi_grad_hook on activations holds them
@@ -227,12 +239,12 @@ def assert_split_equals_plain(program: Program) -> None:
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout")
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-@settings(
-    max_examples=EXAMPLES, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], database=None
-)
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow], database=None)
 @given(program=PROGRAMS)
 def test_random_graphs(program: Program) -> None:
     # Below an input inside the graph, what leads to another input runs with undefined gradients: docs/design.md.
-    inside = any(step.op == "input_here" for step in program.steps)
-    assume(not inside or not (any(program.inputs) or program.param_input))
+    # So does what leads to a ready parameter: it reads what it saved, which must not be changed or freed, either.
+    ops = {step.op for step in program.steps}
+    reads = any(program.inputs) or program.param_input or program.cached or "in_place" in ops
+    assume("input_here" not in ops or not reads)
     assert_split_equals_plain(program)

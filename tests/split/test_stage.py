@@ -129,6 +129,15 @@ def test_a_freed_output_without_a_gradient_is_refused() -> None:
             call()
 
 
+def test_an_input_that_is_passed_twice_which_torch_adds_twice() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    reference, their_x = twin(layer, x)
+    dinputs, _ = split.stage_backward_input([layer(x) + x], [torch.ones(3, 4)], [x, x], layer.parameters())
+    (reference(their_x) + their_x).sum().backward()
+    for grad in (*dinputs, x.grad):
+        torch.testing.assert_close(grad, their_x.grad)
+
+
 def test_groups_of_another_library_are_refused() -> None:
     with pytest.raises(SplitError, match=r"got a group with \['grads', 'params'\]. Fix: use both"):
         split.stage_backward_weight(iter(()), [{"params": set(), "grads": []}])

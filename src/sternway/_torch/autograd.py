@@ -28,6 +28,9 @@ def edge_of(tensor: Tensor) -> GradientEdge:
     torch finds a leaf's node through ``view_as``. A sparse tensor has no such view, and a subclass may put nodes of its
     own between.
     """
+    if tensor.grad_fn is None and torch.is_inference_mode_enabled():  # a view that is made there has no node
+        with torch.inference_mode(False):
+            return edge_of(tensor)
     if tensor.grad_fn is not None or (type(tensor) is Tensor and tensor.layout is torch.strided):
         return get_gradient_edge(tensor)
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -99,7 +102,7 @@ def _accumulate_grad() -> bool:
 @probe(
     "torch._C._current_graph_task_id, torch._C._will_engine_execute_node",
     expected="tell which backward runs and where it will come to",
-    features=("hooks", "state", "split.capture"),
+    features=("hooks", "state", "split", "split.capture"),
     hooks=1,
 )
 def _graph_task() -> bool:
@@ -153,6 +156,8 @@ def _edges() -> bool:
     plain = torch.ones(2)
     leaves = [plain.clone(), plain.to_sparse(), plain.clone().as_subclass(Named)]
     edges = [edge_of(leaf.requires_grad_()) for leaf in leaves]
+    with torch.inference_mode():
+        edges, leaves = [*edges, *map(edge_of, leaves)], [*leaves, *leaves]
     return all(edge.node.variable is leaf for edge, leaf in zip(edges, leaves, strict=True))  # type: ignore[attr-defined]
 
 

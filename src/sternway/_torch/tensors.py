@@ -15,8 +15,15 @@ from torch import Tensor
 
 from sternway._torch.probe import probe
 
-version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor's memory was changed in place."""
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor's memory was changed in place; 0 for one of inference mode, which does not count that."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        if tensor.is_inference():
+            return 0
+        raise
 
 
 base_of: Callable[[Tensor], Tensor | None] = attrgetter("_base")
@@ -113,7 +120,9 @@ def lazy_copy(tensor: Tensor) -> Tensor:
 def _version() -> bool:
     tensor = torch.zeros(1)
     before = version_of(tensor)
-    return version_of(tensor.add_(1)) == before + 1 == version_of(tensor.detach())
+    with torch.inference_mode():
+        uncounted = torch.zeros(1)
+    return version_of(tensor.add_(1)) == before + 1 == version_of(tensor.detach()) and version_of(uncounted) == 0
 
 
 @probe("Tensor._base, Tensor._is_view", expected="lead from a view to what it shows", features=("split", "saved"))

@@ -31,11 +31,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway._torch import require
-from sternway._torch.autograd import at_end_of_backward, current_graph_task, sequence_number, will_execute
+from sternway._torch.autograd import at_end_of_backward, current_graph_task, edge_of, sequence_number, will_execute
 from sternway._torch.tensors import version_of
 from sternway.errors import HookError
 from sternway.hooks._handle import Handle
-from sternway.hooks._places import Place, attach, leaf_node, resolve_all
+from sternway.hooks._places import Place, attach, resolve_all
 
 Grad = Tensor | None
 
@@ -111,7 +111,7 @@ class _Watcher:
         """This place's node, if it can be found without holding it."""
         if self.leaf is not None:
             leaf = self.leaf()
-            return None if leaf is None else leaf_node(leaf)
+            return None if leaf is None else edge_of(leaf).node
         tensor = self.tensor() if self.tensor is not None else None
         # A tensor that was changed in place has another node than the one with the hook.
         return tensor.grad_fn if tensor is not None and version_of(tensor) == self.version else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
@@ -78,12 +77,6 @@ def attach(place: Tensor | GradientEdge, hook: GradHook) -> RemovableHandle:
         handle: RemovableHandle = place.register_hook(hook)  # type: ignore[no-untyped-call]  # torch's
         return handle
     return hook_gradient_edge(place, hook)
-
-
-def leaf_node(leaf: Tensor) -> Any:
-    """The leaf's AccumulateGrad node, made if there is none."""
-    with torch.enable_grad():
-        return leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]  # a view has a grad_fn
 
 
 def _outputs(node: Any) -> list[Any]:

@@ -103,10 +103,11 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 class Slot:
     """One storage at one version, as long as some saved tensor needs it."""
 
-    __slots__ = ("__weakref__", "_offloader", "_storage", "content")
+    __slots__ = ("__weakref__", "_offloader", "_storage", "content", "is_over")
 
     def __init__(self, content: SavedBytes, tensor: Tensor, offloader: Offloader | None) -> None:
         self.content, self._offloader = content, offloader
+        self.is_over = False  # the storage was written to since: what is saved from now on is another content
         # A weak reference keeps the storage's address from being given to another one, so that the address names it.
         self._storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         if offloader is not None:
@@ -114,6 +115,7 @@ class Slot:
 
     def own(self) -> None:
         """Copy the bytes, because the user's storage is about to be written to."""
+        self.is_over = True  # a write through .data counts no version that would tell
         content = self.content
         if content.is_users and (self._offloader is None or not self._offloader.settle(content)):
             content.own()
@@ -146,7 +148,7 @@ class Slots:
         with self._lock:
             extent = extent_of(tensor, codec)
             slot = self._known.get(extent.key)
-            if slot is not None:
+            if slot is not None and not slot.is_over:
                 line.again(tensor.nbytes)
             else:
                 whole = tensor if extent.part is None and codec is None else None

@@ -59,7 +59,7 @@ class Accumulator:
         self.exact, self._tell_nodes = exact, tell_nodes
         self._anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         self._steps: list[Callable[[], object]] = []  # run from the last to the first
-        self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # by id of .grad: what is added to it, all in one call
+        self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # by memory of .grad: what is added to it, all in one call
         self._unsummed: list[tuple[int, torch.Size]] = []  # of these, not yet summed over broadcast dimensions
         self._written: list[Tensor] = []
         self._calls: deque[EngineCall] = deque()
@@ -124,14 +124,14 @@ class Accumulator:
             total is not None
             and value.dtype is total.dtype
             and value.layout is _STRIDED is total.layout
-            and id(total) not in self._sums  # one call must not write to the same tensor twice
+            and (memory := total.data_ptr()) not in self._sums  # one call must not write to the same memory twice
         ):
             if value.shape != shape:
                 if value.is_cpu:
-                    self._unsummed.append((id(total), shape))
+                    self._unsummed.append((memory, shape))
                 else:
                     value = sum_to(value, shape)
-            self._sums[id(total)] = (total, value)
+            self._sums[memory] = (total, value)
             return
         if value.shape != shape:
             value = sum_to(value, shape)

@@ -34,7 +34,8 @@ from sternway.split._planner import make_plan
 from sternway.split._unseen import UNSEEN
 from sternway.split._unsupported import a_second_time, refuse_resharded, spend
 from sternway.split.compiled._offer import Offer, making
-from sternway.split.eager._catch import Ran, catching, stopping, without_hooks
+from sternway.split.eager._catch import catching, stopping, without_hooks
+from sternway.split.eager._hiding import Ran
 from sternway.split.eager._work import deferred_work, in_order
 
 
@@ -76,6 +77,9 @@ def backward_input(
     Raises:
         SplitError: the backward cannot be split. Nothing was computed; the message says what to change.
     """
+    if torch.is_inference_mode_enabled():  # gradients of that mode could not be added to later
+        with torch.inference_mode(False):
+            return backward_input(outputs, grad_outputs, inputs, exact=exact, own_thread=own_thread)
     tensors, grads = roots_of(outputs, grad_outputs)
     others = [tensor for tensor in tensors if type(tensor) not in ORDINARY]
     if others and has_torch_function(others):  # a subclass may stand for another tensor, which it then passes to us

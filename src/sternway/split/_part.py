@@ -60,9 +60,12 @@ def leaves_behind(edge: Edge) -> list[Node]:
 
 def is_transpose(node: Node) -> bool:
     """Whether a node is that of an operation that swaps the last two dimensions."""
-    if type(node) is not TRANSPOSE:
-        return type(node) is T
+    kind = type(node)
+    if kind is not T and kind is not TRANSPOSE:
+        return False
     ndim = len(gradient_slots(node)[0].shape)
+    if kind is T:
+        return ndim == 2  # that of a vector is the vector
     return {signed(dim) % ndim for dim in transposed_dims(node)} == {ndim - 2, ndim - 1}
 
 

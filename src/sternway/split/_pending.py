@@ -17,7 +17,8 @@ from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator
 from sternway.split._deferred import Deferred
 from sternway.split._part import Node
-from sternway.split.eager._catch import Ran, hiding
+from sternway.split._turns import turn
+from sternway.split.eager._hiding import Ran, hiding
 
 
 class Pending:
@@ -97,6 +98,8 @@ class Pending:
     def run(self) -> None:
         """Compute the gradients, add them to ``.grad``, and run the parameters' hooks.
 
+        Several threads may run a ``Pending`` each. Those that share parameters wait for each other.
+
         Raises:
             PendingError: on a second call, or if a tensor that is needed was changed in place since I.
         """
@@ -107,6 +110,13 @@ class Pending:
 
         Those are DDP's. Whoever replays W runs them.
         """
+        leaves = {**self._late, **self._early}
+        # A .grad of inference mode could not be added to later.
+        outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+        with turn(leaves.keys()), outside:
+            self._compute(leaves, tell_nodes)
+
+    def _compute(self, leaves: dict[Node, None], tell_nodes: bool) -> None:
         if self._state != "waiting":
             raise PendingError(
                 "a Pending cannot run twice: what it held is freed",
@@ -116,8 +126,9 @@ class Pending:
         self._state = "failed half-way"
         for each in self._work:
             each.check()
-        self._accumulator = accumulator = Accumulator({**self._late, **self._early}, self._exact, tell_nodes)
-        with torch.no_grad(), hiding(self._ran), sharing(self._group) if self._group else nullcontext():
+        self._accumulator = accumulator = Accumulator(leaves, self._exact, tell_nodes)
+        group = sharing(self._group) if self._group else nullcontext()
+        with torch.no_grad(), hiding(self._ran, where="runs"), group:
             while self._work:
                 self._work.pop().run(accumulator)
             accumulator.finish(self._undefined)

@@ -228,8 +228,10 @@ class _Planner:
                 return None  # a rule is for nodes with one output; each of a custom Function's may have another number
         return RULES.get(name)
 
-    def past_leaves(self, node: Node, edges: Sequence[Edge]) -> list[Edge]:
+    def past_leaves(self, node: Node, edges: Sequence[Edge]) -> Sequence[Edge]:
         """The edges of a compiled graph that I follows: not those to leaves that are no inputs, which it sees to."""
+        if UNSEEN.on_node(node):  # hooks on it expect the gradients, and would get marks; it runs whole
+            return edges
         inputs = self.inputs
         positions = [i for i, edge in enumerate(edges) if type(edge[0]) is ACCUMULATE_GRAD and edge not in inputs]
         if positions:

@@ -60,7 +60,8 @@ def stage_backward_input(
         return (None,) * len(input_values), []
     outputs, grads = [output for output, _ in pairs], [grad for _, grad in pairs]
     dinputs, pending = backward_input(outputs, grads, list(input_values), exact=True)
-    for value, grad in zip(input_values, dinputs, strict=True):
+    given = {id(value): (value, grad) for value, grad in zip(input_values, dinputs, strict=True)}  # each input once
+    for value, grad in given.values():
         if isinstance(value, Tensor) and grad is not None:
             value.grad = grad if value.grad is None else value.grad + grad
     for output in outputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from sternway.split.compiled._report import CompiledGraphs
 from sternway.split.compiled._work import Boxed, CompiledWork
 
 _count = itertools.count()
+_making = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,14 @@ class Wiring:
     parameter: int | None  # the index of some parameter among the backward's arguments
 
 
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What is returned in the place of gradients that wait."""
+
+    by_slot: list[tuple[int, Tensor]]
+    numbers: dict[int, int]  # by a mark's id, the number of the gradient that it stands for
+
+
 class Halves:
     """The backward of one compiled region."""
 
@@ -55,8 +65,7 @@ class Halves:
         self.report = report
         self.order = next(_count)
         self.seen: dict[int, weakref.ref[Tensor]] = {}  # parameters that it ran with, by id
-        self._marks: list[tuple[int, Tensor]] = []  # by slot
-        self._numbers: dict[int, int] = {}  # by a mark's id, the number of the gradient that it stands for
+        self._marks: Marks | None = None
 
     def boxed(self) -> Boxed:
         """As AOTAutograd takes it."""
@@ -88,10 +97,11 @@ class Halves:
                 for slot, is_product in zip(wiring.late, wiring.is_product, strict=True):
                     results[slot] = next(outputs) @ next(outputs) if is_product else next(outputs)
             return results
-        for slot, mark in self._marks or self._make_marks():
+        marks = self._marks or self._make_marks()
+        for slot, mark in marks.by_slot:
             results[slot] = mark
         computed = [found[index] for _, index in wiring.early]
-        offer.accept(CompiledWork(self._w, held, computed, wiring.is_product, wiring.owned), self._numbers)
+        offer.accept(CompiledWork(self._w, held, computed, wiring.is_product, wiring.owned), marks.numbers)
         return results
 
     def see(self, parameter: Tensor) -> None:
@@ -99,10 +109,15 @@ class Halves:
         key, seen = id(parameter), self.seen
         seen[key] = weakref.ref(parameter, lambda _: seen.pop(key, None))
 
-    def _make_marks(self) -> list[tuple[int, Tensor]]:
+    def _make_marks(self) -> Marks:
         """For each slot of a weight gradient, one number expanded to the gradient's shape, which the engine checks."""
-        slots = [*(slot for slot, _ in self._wiring.early), *self._wiring.late]
-        for slot, spec in zip(slots, self._wiring.specs, strict=True):
-            self._marks.append((slot, torch.empty((), dtype=spec.dtype, device=spec.device).expand(spec.shape)))
-        self._numbers = {id(mark): number for number, (_, mark) in enumerate(self._marks)}
-        return self._marks
+        with _making:  # the same for all threads, since the engine gives back what is returned to it
+            if self._marks is None:
+                slots = [*(slot for slot, _ in self._wiring.early), *self._wiring.late]
+                made = [
+                    torch.empty((), dtype=spec.dtype, device=spec.device).expand(spec.shape)
+                    for spec in self._wiring.specs
+                ]
+                numbers = {id(mark): number for number, mark in enumerate(made)}
+                self._marks = Marks(list(zip(slots, made, strict=True)), numbers)
+            return self._marks

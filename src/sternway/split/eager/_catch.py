@@ -11,6 +11,7 @@ from torch import Tensor
 from sternway._torch.hooks import hooks_registered, tensor_hooks
 from sternway.split._part import Cut, Edge, Node
 from sternway.split._unseen import UNSEEN
+from sternway.split.eager._hiding import Ran, hiding
 
 
 @contextmanager
@@ -60,9 +61,6 @@ def stopping(edges: list[Edge]) -> Iterator[dict[Edge, Tensor | None]]:
             handle.remove()
 
 
-Ran = dict[Node, list[int]]  # by leaf, the keys of its tensor hooks that have run in I
-
-
 @contextmanager
 def without_hooks(leaves: list[Node]) -> Iterator[Ran]:
     """Keep the tensor hooks of parameters from running in the block; gives those that ran all the same.
@@ -73,28 +71,8 @@ def without_hooks(leaves: list[Node]) -> Iterator[Ran]:
     before = {leaf: list(tensor_hooks(leaf.variable) or ()) for leaf in leaves}
     ran: Ran = {}
     registered = hooks_registered()
-    with hiding(before):
+    with hiding(before, where="asked"):
         yield ran
     for leaf, known in before.items() if hooks_registered() != registered else ():
         if new := [key for key in tensor_hooks(leaf.variable) or () if key not in known]:
             ran[leaf] = new
-
-
-@contextmanager
-def hiding(keys: Ran) -> Iterator[None]:
-    """Keep some tensor hooks of leaves from running in the block."""
-    hidden = []
-    for leaf, wanted in keys.items():
-        if wanted and (hooks := tensor_hooks(leaf.variable)):
-            held = {key: hooks[key] for key in wanted if key in hooks}
-            hooks.update(dict.fromkeys(held, _no_hook))
-            hidden.append((hooks, held))
-    try:
-        yield
-    finally:
-        for hooks, held in hidden:
-            hooks.update({key: hook for key, hook in held.items() if key in hooks})  # some may be removed by now
-
-
-def _no_hook(grad: Tensor) -> None:
-    """In the place of a hook that is to run in W, or has run in I."""

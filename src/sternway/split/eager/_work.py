@@ -172,9 +172,14 @@ def _sum(leaf: Node, parts: Iterable[Part]) -> Part:
         meeting = _cast_on_the_way(part, leaf) or part.edge[0]
         key = part if meeting is leaf else meeting
         before = sums.pop(key, None)  # the last to arrive decides when the sum goes on
-        sums[key] = value if before is None else before + value
+        sums[key] = value if before is None else _plus(before, value)
     values = [value.to(leaf.variable.dtype) for value in sums.values()]
-    return Part.of_leaf(leaf, reduce(torch.add, values))
+    return Part.of_leaf(leaf, reduce(_plus, values))
+
+
+def _plus(total: Tensor, value: Tensor) -> Tensor:
+    """The sum of two gradients. torch adds a sparse one to a dense one, not the other way round."""
+    return total + value if total.layout is torch.strided else value + total
 
 
 def _cast_on_the_way(part: Part, leaf: Node) -> Node | None:

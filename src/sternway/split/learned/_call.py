@@ -71,7 +71,7 @@ class BackwardCall:
         packed = tuple(packed_values(node)) if packing == "ours" else saved
         named = {name: without_graph(value) for name, value in attributes_of(node).items()}
         call = cls(function_of(node), node.needs_input_grad, grads, saved, packed, named, casting_now(grads))
-        return replace(call, versions=tuple(map(version, call.tensors())))
+        return replace(call, versions=tuple(map(version_of, call.tensors())))
 
     def run(self, flags: Flags) -> Grads:
         """Call the backward for the inputs whose flags are set; one gradient, or None, for each input."""
@@ -97,7 +97,7 @@ class BackwardCall:
 
     def was_changed(self) -> bool:
         """Whether one of these was changed in place since."""
-        return self.versions != tuple(map(version, self.tensors()))
+        return self.versions != tuple(map(version_of, self.tensors()))
 
     def form(self) -> Hashable:
         """What a call looks like, all but the numbers in its tensors: calls that look alike are treated alike."""
@@ -122,11 +122,6 @@ def without_graph(value: Any) -> Any:
     if not isinstance(value, Tensor) or value.is_leaf:
         return value  # a parameter stays the object that it is
     return value.detach().requires_grad_(value.requires_grad)
-
-
-def version(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 for one of inference mode, which does not count that."""
-    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def casting_now(grads: Grads) -> Casting:

@@ -32,7 +32,8 @@ from torch import Tensor
 from sternway._storage import dense_parts, storage_sizes, tensors_in
 from sternway._torch.functions import backward_of
 from sternway._torch.saved_hooks import intercept, written_arguments
-from sternway.split.learned._call import BackwardCall, version
+from sternway._torch.tensors import version_of
+from sternway.split.learned._call import BackwardCall
 
 _DEPTH = 3
 _LIBRARIES = {"torch", "numpy", "math", "builtins", "functools", "typing"}  # nobody counts calls there
@@ -79,12 +80,12 @@ class Surroundings:
         found = _reached([*call.tensors(), *(each for each in self._held if isinstance(each, Tensor))])
         self._tensors = list(found.values())
         self._bits = [_bits(tensor) for tensor in self._tensors]
-        self._versions = [version(tensor) for tensor in self._tensors]
+        self._versions = [version_of(tensor) for tensor in self._tensors]
         self._random, self._others = RandomState(call.device), _other_generators()
 
     def change(self) -> str | None:
         """What the backward has changed of tensors and generators since; None if nothing was seen."""
-        if self._versions != [version(tensor) for tensor in self._tensors]:
+        if self._versions != [version_of(tensor) for tensor in self._tensors]:
             return "changes tensors in place"
         if self._bits != [_bits(tensor) for tensor in self._tensors]:
             return "changes tensors in place, by a kernel that autograd does not see"
@@ -155,7 +156,7 @@ def outline(value: Any, held: list[Any], depth: int = _DEPTH) -> Any:
         return value
     held.append(value)
     if isinstance(value, Tensor):
-        return id(value), version(value), outline(value.grad if value.is_leaf else None, held)
+        return id(value), version_of(value), outline(value.grad if value.is_leaf else None, held)
     if depth and isinstance(value, Mapping):
         return id(value), [(outline(key, held, 0), outline(each, held, depth - 1)) for key, each in value.items()]
     if depth and isinstance(value, list | tuple | bytearray):

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from sternway._storage import storage_sizes
-from sternway._torch.tensors import storage_uses
+from sternway._torch.tensors import storage_uses, version_of
 from sternway.errors import PendingError
 from sternway.saved import Packed
 from sternway.split._later import Later
 from sternway.split._part import sum_to
-from sternway.split.learned._call import BackwardCall, Flags, version
+from sternway.split.learned._call import BackwardCall, Flags
 from sternway.split.learned._effects import RandomState
 from sternway.split.learned._try import returns_only
 
@@ -82,16 +82,16 @@ class DeferredCall:
 
     def _counted(self) -> list[int]:
         held = [] if self._call is None else _held(self._call)
-        return [version(each) if isinstance(each, Tensor) else 0 for each in held]
+        return [version_of(each) if isinstance(each, Tensor) else 0 for each in held]
 
     def _make(self) -> None:
         self.unpack()
         call, self._call = self._call, None
         assert call is not None
         tensors = call.tensors()
-        versions, randomness = [version(each) for each in tensors], RandomState(call.device)
+        versions, randomness = [version_of(each) for each in tensors], RandomState(call.device)
         found = call.run(self._flags)
-        is_changed = versions != [version(each) for each in tensors] or randomness.was_used()
+        is_changed = versions != [version_of(each) for each in tensors] or randomness.was_used()
         if is_changed or not returns_only(found, self._flags):
             raise PendingError(
                 "the weights' part of a backward must return their gradients alone, and change nothing",
