@@ -15,6 +15,8 @@ in which a thread makes them:
 For the same reason I may ask the engine for the gradient at a cut that was made since. A graph whose hooks are put on
 in its own forward is before the horizon by the time it is split. Training without such
 hooks never moves the horizon. A number above the newest of this thread is another thread's, and tells nothing.
+
+If all the hooks that were ever registered are our own, no thread has put one on anything: ``never``.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ import threading
 from sternway._torch.autograd import newest_sequence_number, sequence_number
 from sternway._torch.hooks import PROBING, has_node_hooks, hooks_registered
 from sternway.split._part import Node
+
+_COUNTING = threading.Lock()
+_OWN = [0]  # how many hooks we have registered ourselves, in all threads
 
 
 class UnseenHooks(threading.local):
@@ -45,8 +50,18 @@ class UnseenHooks(threading.local):
             self.clean.clear()
 
     def count_own(self, hooks: int) -> None:
-        """Say that we have registered some ourselves."""
+        """Say that we have registered some ourselves; after that, so that ``never`` is no sooner true than that."""
         self._counted += hooks
+        with _COUNTING:
+            _OWN[0] += hooks
+
+    def never(self) -> bool:
+        """Whether nobody but us has registered a hook since the process began, in any thread."""
+        return hooks_registered() == _OWN[0]
+
+    def unhooked(self) -> tuple[int, int]:
+        """The numbers after which, and up to which, nodes are ``beyond``; until the next look."""
+        return self.horizon, self._newest
 
     def beyond(self, node: Node) -> bool:
         """Whether a node was made after the horizon, by this thread as far as its number tells."""
@@ -56,16 +71,18 @@ class UnseenHooks(threading.local):
         """Whether a node of a graph has hooks of its own."""
         if self.beyond(node):
             return False
+        found = has_node_hooks(node)
         self.count_own(PROBING)
-        return has_node_hooks(node)
+        return found
 
     def on_leaf(self, leaf: Node) -> bool:
         """Whether an AccumulateGrad node has hooks of its own; such a node may be older than any graph."""
         key = id(leaf.variable)
         if key in self.clean:
             return False
+        found = has_node_hooks(leaf)
         self.count_own(PROBING)
-        if has_node_hooks(leaf):
+        if found:
             return True
         self.clean.add(key)
         return False
