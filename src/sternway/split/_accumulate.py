@@ -74,7 +74,7 @@ class Accumulator:
         It can if the parameter and its node have no Python hooks, and it and its ``.grad`` are ordinary dense tensors.
         """
         parameter: Tensor = leaf.variable
-        if type(parameter) not in ORDINARY or self._anomaly or leaf in self._call_of:
+        if type(parameter) not in ORDINARY or self._anomaly or (self._call_of and leaf in self._call_of):
             return None
         before, after, wanted, grad, dtype = fields_for_writing(parameter)
         if before or after or not wanted or (id(parameter) not in self._clean and UNSEEN.on_leaf(leaf)):

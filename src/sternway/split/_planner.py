@@ -26,6 +26,7 @@ module. The plan lists it, and keeps those leaves off the spine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch.autograd.function import BackwardCFunction
@@ -34,12 +35,12 @@ from sternway._torch import require
 from sternway._torch.autograd import gradient_slots, sequence_number
 from sternway._torch.compile import COMPILED_NODE
 from sternway._torch.functions import function_of
-from sternway._torch.nodes import ACCUMULATE_GRAD, unpack_hooks
+from sternway._torch.nodes import ACCUMULATE_GRAD, packed_by_hooks, unpack_hooks
 from sternway._torch.parallel import in_process_group
 from sternway._torch.saved_hooks import can_share_recomputation
 from sternway.split._behind import Behind, direct_target, meets
 from sternway.split._branches import find_branches
-from sternway.split._part import Cut, Edge, Node, Part, packing
+from sternway.split._part import Cut, Edge, Node, Packing, Part, packing, packing_of
 from sternway.split._plan import OpaqueNode, SplitPlan
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._unseen import UNSEEN
@@ -99,7 +100,6 @@ class _Planner:
         self.input_nodes = {node for node, _ in inputs}
         self.stops = set(inputs)  # and where branches begin
         self.stop_nodes = set(self.input_nodes)
-        self.behind = Behind(inputs)
         self.kinds: dict[type, _Kind | None] = {}  # by node type: its name is made anew each time it is asked for
         self.unhooked = UNSEEN.unhooked()
         self.spine: dict[Node, Sequence[Edge]] = {}  # with the edges that I follows
@@ -115,6 +115,11 @@ class _Planner:
         self.function_kinds: set[type] = set()
         self.trials: list[FunctionCut] = []
         self.is_quiet = True
+
+    @cached_property
+    def behind(self) -> Behind:
+        """What lies behind edges; most graphs never ask."""
+        return Behind(self.inputs)
 
     def set_aside(self, roots: Sequence[Edge]) -> None:
         """Take the branches that lead to no input off the spine."""
@@ -262,10 +267,15 @@ class _Planner:
     def cut(self, node: Node, edges: Sequence[Edge], kind: _Kind) -> Sequence[Edge]:
         """Make the node a cut, if some of its operands can be deferred; the edges that I follows."""
         operands, read, unpacked = kind
+        held: Sequence[Any] = ()
+        packed: Packing = None
         try:
-            packed = None if read(node) == unpacked else packing(node)
+            is_packed = read(node) != unpacked
         except (AttributeError, RuntimeError):
-            packed = packing(node)
+            is_packed = True  # or it cannot be told in this way
+        if is_packed:
+            held = packed_by_hooks(node)
+            packed = packing_of(held)
         low, high = self.unhooked
         if packed is not None or not low < sequence_number(node) <= high:
             self.is_quiet = False
@@ -285,14 +295,14 @@ class _Planner:
             followed[part.position] = _NOWHERE
         for child, _ in followed:
             if child is not None:
-                self.cuts.append(Cut(node, parts, packed, True))
+                self.cuts.append(Cut(node, parts, packed, True, held))
                 return followed
         if packed == "checkpoint":
             if not can_share_recomputation():
                 return edges  # what a checkpoint recomputes can be read only when the node runs
             self.recomputes = True
         refuse_spent(node)
-        self.cuts.append(Cut(node, parts, packed, False))
+        self.cuts.append(Cut(node, parts, packed, False, held))
         return followed
 
     def cut_function(self, node: Node, edges: Sequence[Edge]) -> Sequence[Edge]:

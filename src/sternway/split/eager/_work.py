@@ -65,6 +65,8 @@ class DirectWork(_Parts):
                 later = part.later
                 if part.packed is not None or (later is not None and later.is_packed):  # unpacked when its turn comes
                     accumulator.postpone(partial(_unpack_and_add, accumulator, parameter, part))
+                elif later is None and not part.transposed and parameter.grad is not None:
+                    accumulator.add_value(parameter, part.grad)  # as _add, which a bias need not go through
                 else:
                     _add(accumulator, parameter, part)
         accumulator.flush()
@@ -162,7 +164,7 @@ def _add(accumulator: Accumulator, parameter: Tensor, part: Part) -> None:
         left, right = later.factors(part.grad, transposed)
         accumulator.add_product(parameter, left, right, later.scale)
         return
-    value = part.grad if later is None and not transposed else part.value(transposed)
+    value = part.value(transposed)
     if parameter.grad is None and value.shape == parameter.shape:
         value = _own(value, part)
     accumulator.add_value(parameter, value)
