@@ -220,19 +220,19 @@ class Cut:
         parts: the deferred operands.
         packing: which hooks packed its saved tensors.
         runs_in_i: False where nothing below it needs a gradient, as at the bottom of stage 0.
-        packed: what these hooks made of the saved tensors.
+        holders: what a checkpoint packed the saved tensors as.
     """
 
-    __slots__ = ("grads", "node", "packed", "packing", "parts", "runs_in_i")
+    __slots__ = ("grads", "holders", "node", "packing", "parts", "runs_in_i")
 
     def __init__(
-        self, node: Node, parts: list[Part], packing: Packing, runs_in_i: bool, packed: Sequence[Any] = ()
+        self, node: Node, parts: list[Part], packing: Packing, runs_in_i: bool, holders: Sequence[Any] = ()
     ) -> None:
         self.node = node
         self.parts = parts
         self.packing = packing
         self.runs_in_i = runs_in_i
-        self.packed = packed
+        self.holders = holders
         self.grads: list[tuple[Tensor | None, ...]] = []  # what arrived at the node: one entry, after I
 
     @property
@@ -249,9 +249,9 @@ class Cut:
     def read_and_keep(self, grads: tuple[Tensor | None, ...]) -> None:
         """A hook that runs just before the node: read, and keep the gradient that arrived."""
         if self.packing == "checkpoint":
-            for holder in self.packed:
+            for holder in self.holders:
                 allow_more_reads(holder, times=len(self.parts))
-            self.packed = ()  # whoever has a holder keeps what was recomputed for it
+            self.holders = ()  # whoever has a holder keeps what was recomputed for it
         self.read()
         self.grads.append(grads)
 

@@ -267,15 +267,15 @@ class _Planner:
     def cut(self, node: Node, edges: Sequence[Edge], kind: _Kind) -> Sequence[Edge]:
         """Make the node a cut, if some of its operands can be deferred; the edges that I follows."""
         operands, read, unpacked = kind
-        held: Sequence[Any] = ()
+        holders: Sequence[Any] = ()
         packed: Packing = None
         try:
             is_packed = read(node) != unpacked
         except (AttributeError, RuntimeError):
             is_packed = True  # or it cannot be told in this way
         if is_packed:
-            held = packed_by_hooks(node)
-            packed = packing_of(held)
+            packed = packing_of(found := packed_by_hooks(node))
+            holders = found if packed == "checkpoint" else ()
         low, high = self.unhooked
         if packed is not None or not low < sequence_number(node) <= high:
             self.is_quiet = False
@@ -295,14 +295,14 @@ class _Planner:
             followed[part.position] = _NOWHERE
         for child, _ in followed:
             if child is not None:
-                self.cuts.append(Cut(node, parts, packed, True, held))
+                self.cuts.append(Cut(node, parts, packed, True, holders))
                 return followed
         if packed == "checkpoint":
             if not can_share_recomputation():
                 return edges  # what a checkpoint recomputes can be read only when the node runs
             self.recomputes = True
         refuse_spent(node)
-        self.cuts.append(Cut(node, parts, packed, False, held))
+        self.cuts.append(Cut(node, parts, packed, False, holders))
         return followed
 
     def cut_function(self, node: Node, edges: Sequence[Edge]) -> Sequence[Edge]:
