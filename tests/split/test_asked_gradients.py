@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from sternway import split
 from sternway._torch.autograd import newest_sequence_number
 from sternway._torch.hooks import hooks_registered
-from sternway.split import _unseen
 from sternway.split.compiled._backend import sternway
 from sternway.state import BackwardState
 
@@ -66,29 +65,6 @@ def test_no_hook_is_registered(needs: bool) -> None:
     _, pending = backward_input(loss, None, [x])
     assert hooks_registered() - before == (0 if needs else 1)  # the lowest cut of stage 0 refuses a second backward
     pending.run()
-
-
-@pytest.fixture
-def never_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if all hooks of this process so far were our own."""
-    monkeypatch.setattr(_unseen, "_OWN", [hooks_registered()])
-
-
-def test_no_promise_is_needed_where_nobody_ever_registered_a_hook(never_hooked: None) -> None:
-    layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
-
-    def registered() -> int:
-        split.forward_begins()
-        loss = squares(nn.Sequential(nn.Linear(4, 4), layer), x)
-        before = hooks_registered()
-        _, pending = split.backward_input(loss, None, x)
-        found = hooks_registered() - before
-        pending.run()
-        return found
-
-    assert [registered(), registered()] == [0, 0]
-    squares(layer, torch.randn(3, 4)).register_hook(lambda grad: grad).remove()  # by somebody, on something
-    assert [registered(), registered()] == [2, 2]
 
 
 def hooked(model: nn.Module, x: Tensor) -> Tensor:
@@ -184,7 +160,7 @@ def test_a_bias_is_summed_for_each_of_its_uses(exact: bool) -> None:
             torch.testing.assert_close(mine.grad, theirs.grad, **({"rtol": 0, "atol": 0} if exact else {}))
 
 
-def test_a_graph_of_another_thread(never_hooked: None) -> None:
+def test_a_graph_of_another_thread() -> None:
     """Its numbers say nothing here: without a promise, no hook on it is missed, however many graphs lie between."""
     model, x = stack(), torch.randn(3, 4)
     made: list[Tensor] = []

@@ -42,10 +42,11 @@ def gradients_at(
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad(outputs, edges, grads, allow_unused=True)``, without a look at each edge.
 
-    torch looks at each because it could be a tensor of a subclass. The shapes must fit.
+    torch looks at each because it could be a tensor of a subclass. Each gradient must have its output's shape.
     """
     for output, grad in zip(outputs, grads, strict=True):
-        if type(output) is not Tensor or grad is None or grad.dtype is not output.dtype:
+        is_usual = type(output) is Tensor and grad is not None and grad.dtype is output.dtype and not output.is_nested
+        if not is_usual:
             return torch.autograd.grad(outputs, edges, grads, allow_unused=True)
     if has_torch_function(outputs):  # a function mode
         return torch.autograd.grad(outputs, edges, grads, allow_unused=True)

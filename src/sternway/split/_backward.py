@@ -3,9 +3,9 @@
 One engine call runs the spine. It is asked for the gradients of the inputs, of the ready weights and of the cuts that
 nothing lies below; the engine computes what leads there and nothing else, so the weight's half of each cut is skipped.
 At a cut that runs on the way, the engine returns the gradient from before the hooks on tensors. Where nobody can have
-put one, as ``own_thread`` or the number of all hooks says, it is asked for these gradients too. Elsewhere a hook of
-ours keeps the gradient just before the node runs: it is final there, and the saved tensors are not freed yet.
-Everything else is freed as the engine goes.
+put one, as ``own_thread`` says, it is asked for these gradients too. Elsewhere a hook of ours keeps the gradient just
+before the node runs: it is final there, and the saved tensors are not freed yet. Everything else is freed as the
+engine goes.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def backward_input(
             matrix product is added in the kernel that computes it, which is faster and rounds once less. Where there
             are hooks, a parameter that is used both as it is and transposed may differ in the last bit all the same.
         own_thread: whether this thread has made the whole graph. I is a little faster then, since it puts no hooks of
-            its own where nobody can have put one. If it is not so, hooks on activations may be missed in W. Where
-            nobody has registered a hook in this process, this makes no difference.
+            its own where nobody can have put one. If it is not so, hooks on activations may be missed in W.
 
     Returns:
         The gradients, nested as ``inputs``, None for an input that needs none or that the outputs do not depend on;
@@ -94,7 +93,7 @@ def backward_input(
         )
     plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()), exact)
     bottom = [cut for cut in plan.cuts if not cut.runs_in_i]
-    quiet = plan.is_quiet and (own_thread or UNSEEN.never())
+    quiet = own_thread and plan.is_quiet
     taken = plan.cuts if quiet else bottom
     nodes = [*plan.ready, *[cut.node for cut in taken]]
     edges = [GradientEdge(*place) for place in plan.inputs] + list(map(GradientEdge, nodes, repeat(0)))

@@ -15,8 +15,6 @@ in which a thread makes them:
 For the same reason I may ask the engine for the gradient at a cut that was made since. A graph whose hooks are put on
 in its own forward is before the horizon by the time it is split. Training without such
 hooks never moves the horizon. A number above the newest of this thread is another thread's, and tells nothing.
-
-If all the hooks that were ever registered are our own, no thread has put one on anything: ``never``.
 """
 
 from __future__ import annotations
@@ -26,9 +24,6 @@ import threading
 from sternway._torch.autograd import newest_sequence_number, sequence_number
 from sternway._torch.hooks import PROBING, has_node_hooks, hooks_registered
 from sternway.split._part import Node
-
-_COUNTING = threading.Lock()
-_OWN = [0]  # how many hooks we have registered ourselves, in all threads
 
 
 class UnseenHooks(threading.local):
@@ -50,14 +45,8 @@ class UnseenHooks(threading.local):
             self.clean.clear()
 
     def count_own(self, hooks: int) -> None:
-        """Say that we have registered some ourselves; after that, so that ``never`` is no sooner true than that."""
+        """Say that we have registered some ourselves."""
         self._counted += hooks
-        with _COUNTING:
-            _OWN[0] += hooks
-
-    def never(self) -> bool:
-        """Whether nobody but us has registered a hook since the process began, in any thread."""
-        return hooks_registered() == _OWN[0]
 
     def unhooked(self) -> tuple[int, int]:
         """The numbers after which, and up to which, nodes are ``beyond``; until the next look."""
@@ -71,18 +60,16 @@ class UnseenHooks(threading.local):
         """Whether a node of a graph has hooks of its own."""
         if self.beyond(node):
             return False
-        found = has_node_hooks(node)
         self.count_own(PROBING)
-        return found
+        return has_node_hooks(node)
 
     def on_leaf(self, leaf: Node) -> bool:
         """Whether an AccumulateGrad node has hooks of its own; such a node may be older than any graph."""
         key = id(leaf.variable)
         if key in self.clean:
             return False
-        found = has_node_hooks(leaf)
         self.count_own(PROBING)
-        if found:
+        if has_node_hooks(leaf):
             return True
         self.clean.add(key)
         return False
