@@ -1,6 +1,7 @@
 """The split beside the fused backward and torch's own split, in one run.
 
     python benchmarks/split/main.py [--device cpu|cuda] [--json] [--rounds N] [--only WORD] [--table backward|graphs]
+        [--trim]
 
 Each round times the ways one after the other on a fresh forward; a ratio is the median of the rounds' own
 ratios, so that a slow moment of the machine touches both sides of it. Gradients accumulate, as they do over the

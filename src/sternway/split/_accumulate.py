@@ -49,7 +49,7 @@ class Accumulator:
     returns None, ``queue`` the parts.
 
     Args:
-        leaves: every leaf of this W.
+        leaves: every leaf of this W; gone through once, if at all.
         exact: add in autograd's order: a gradient is computed, then added, each rounded on its own.
         tell_nodes: whether hooks of C++ on AccumulateGrad nodes run.
     """
