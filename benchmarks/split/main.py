@@ -1,16 +1,23 @@
 """The split beside the fused backward and torch's own split, in one run.
 
     python benchmarks/split/main.py [--device cpu|cuda] [--json] [--rounds N] [--only WORD] [--table backward|graphs]
+        [--trim]
 
 Each round times the ways one after the other on a fresh forward; a ratio is the median of the rounds' own
 ratios, so that a slow moment of the machine touches both sides of it. Gradients accumulate, as they do over the
 microbatches of a step. The cycle collector is off while the clock runs. On a GPU there is a second table, of CUDA
 graphs: ``graphs.py``.
+
+On the CPU, the clock is that of the thread, which others on the machine do not move. And glibc gives memory back to the
+system when much of it is free, and takes it again page by page: that costs most where much is held and then freed at
+once, as after W. So glibc is told to keep it, for all ways alike, as CUDA's allocator does; ``--trim`` leaves it as it
+is.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
 import sys
@@ -104,7 +111,7 @@ def measure(case: Case, device: str, rounds: int) -> Row:
     error, limit = stage.worst_error(), 2e-2 if device == "cuda" else 1e-4
     if not error < limit:  # a fast answer must be the right one
         raise SystemExit(f"{case.name}: gradients differ, relative error {error:.1e}, limit {limit:.0e}")
-    stage.ways["exact"] = lambda x, y: split.backward_input(y, stage.grad, x, exact=True)[1].run
+    stage.ways["exact"] = lambda x, y: split.backward_input(y, stage.grad, x, exact=True, own_thread=True)[1].run
     times = stage.time(rounds)
     del stage.ways["exact"]
     after_f, torch_held = stage.held("torch")
@@ -125,6 +132,13 @@ def measure(case: Case, device: str, rounds: int) -> Row:
         recomputes=recomputes(stage, counted) if case.checkpointed else "",
         deferred_flops=deferred_flops(stage),
     )
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc's malloc to give no memory back; whether it heeds that."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    most, trim_threshold, mmap_threshold = 2**30, -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    return bool(mallopt and mallopt(mmap_threshold, most) and mallopt(trim_threshold, 2**31 - 1))
 
 
 def recomputes(stage: ThreeWays, counted: Counted) -> str:
@@ -171,14 +185,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--table", choices=["backward", "graphs"], help="one of the two tables")
+    parser.add_argument("--trim", action="store_true", help="let malloc give free memory back to the system")
     arguments = parser.parse_args()
+    kept = arguments.device == "cpu" and not arguments.trim and keep_freed_memory()
     torch.set_num_threads(1)
     machine = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{platform.machine()} CPU, one thread"
     chosen = [case for case in cases(arguments.device) if arguments.only in case.name]
     rows: list[Row] = []
     graphs: list[GraphRow] = []
     say = (lambda text: None) if arguments.json else (lambda text: print(text, flush=True))
-    say(f"torch {torch.__version__}, {machine}, {arguments.rounds} rounds")
+    say(f"torch {torch.__version__}, {machine}, {arguments.rounds} rounds" + ", malloc keeps memory" * kept)
     if arguments.table != "graphs":
         say(f"\n{HEADER}")
         for case in chosen:

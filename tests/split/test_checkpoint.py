@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +171,43 @@ def test_a_group_of_the_users_own() -> None:
     for parameter in model.parameters():
         parameter.grad = parameter.grad / 2
     assert_same_grads(model, reference, rtol=1e-4, atol=1e-5)
+
+
+class _Look(torch.autograd.Function):
+    """Calls a function in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.function()
+        return grads[0], None
+
+
+def test_what_was_recomputed_and_w_does_not_need_is_freed_as_i_goes_on() -> None:
+    """A weight that is cast anew in each use, as under autocast."""
+    weights = [torch.randn(4, 4, requires_grad=True) for _ in range(3)]
+    casts: list[weakref.ref[torch.UntypedStorage]] = []
+    alive: list[int] = []
+
+    def look() -> None:
+        alive.append(sum(cast() is not None for cast in casts))
+
+    def region(x: Tensor) -> Tensor:
+        for weight in weights:
+            cast = weight.double()
+            casts.append(weakref.ref(cast.untyped_storage()))
+            x = _Look.apply(x, look) @ cast
+            del cast
+        return x
+
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    _, pending = split.backward_input(checkpoint(region, x, use_reentrant=False).sum(), None, x)
+    pending.run()
+    assert alive == [2, 1, 0]
 
 
 def test_reentrant_is_refused_before_anything_is_computed() -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import has_torch_function
 
 from sternway._torch.probe import probe
 
@@ -37,6 +38,24 @@ def edge_of(tensor: Tensor) -> GradientEdge:
         probed = tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
         function: Any = probed.grad_fn
     return GradientEdge(function.next_functions[0][0], 0)
+
+
+def gradients_at(
+    edges: Sequence[GradientEdge], outputs: Sequence[Any], grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad(outputs, edges, grads, allow_unused=True)``, without a look at each edge.
+
+    torch looks at each because it could be a tensor of a subclass. Each gradient must have its output's shape.
+    """
+    for output, grad in zip(outputs, grads, strict=True):
+        is_usual = type(output) is Tensor and grad is not None and grad.dtype is output.dtype and not output.is_nested
+        if not is_usual:
+            return torch.autograd.grad(outputs, edges, grads, allow_unused=True)
+    if has_torch_function(outputs):  # a function mode
+        return torch.autograd.grad(outputs, edges, grads, allow_unused=True)
+    return torch.autograd.graph._engine_run_backward(
+        tuple(outputs), tuple(grads), False, False, tuple(edges), allow_unreachable=True, accumulate_grad=False
+    )
 
 
 def newest_sequence_number() -> int:
@@ -85,6 +104,18 @@ sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 def _gradient_slots() -> bool:
     (one,) = gradient_slots(torch.ones(2, 3, dtype=torch.float64, requires_grad=True).exp().grad_fn)
     return tuple(one.shape) == (2, 3) and one.dtype is torch.float64 and one.device == torch.device("cpu")
+
+
+@probe(
+    "torch.autograd.graph._engine_run_backward",
+    expected="gives the gradients at edges, and None where there is none",
+    features=("split",),
+)
+def _gradients_at() -> bool:
+    x, y = torch.full((1,), 3.0, requires_grad=True), torch.ones(1, requires_grad=True)
+    below, grad = x * x, torch.full((1,), 2.0)
+    found = gradients_at([edge_of(x), edge_of(below), edge_of(y)], [below.exp().log()], [grad])
+    return [each if each is None else round(each.item()) for each in found] == [12, 2, None] and x.grad is None
 
 
 @probe(

@@ -37,6 +37,12 @@ both_hooks: Callable[[Tensor], tuple[dict[int, Any] | None, dict[int, Any] | Non
 both_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 """``tensor_hooks`` and ``accumulate_hooks`` at once, without a Python frame; for tensors of the ``ORDINARY`` types."""
 
+fields_for_writing: Callable[
+    [Tensor], tuple[dict[int, Any] | None, dict[int, Any] | None, bool, Tensor | None, torch.dtype]
+]
+fields_for_writing = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks", "requires_grad", "grad", "dtype")
+"""What decides whether a leaf's ``.grad`` can be written: ``both_hooks``, and what else is public; in the same way."""
+
 
 def hooks_registered() -> int:
     """How many hooks Python code has put on tensors, nodes and modules since the process began, probes apart."""

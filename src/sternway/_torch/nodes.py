@@ -87,8 +87,11 @@ def raw_data(node: Any, attribute: str) -> Any:
 
 
 @cache
-def _unpack_hooks(node_type: Hashable) -> tuple[Field, tuple[Any, ...]]:
-    """A function that reads all the unpack hooks of a node at once, and what it returns where there are none."""
+def unpack_hooks(node_type: Hashable) -> tuple[Field, tuple[Any, ...]]:
+    """A function that reads all the unpack hooks of a node at once, and what it returns where there are none.
+
+    It raises AttributeError or RuntimeError where it cannot tell; ``packed_by_hooks`` can.
+    """
     # Two names at least, so that the getter returns a tuple however many tensors are saved.
     names = [f"{name}.unpack_hook" for name in saved_names(node_type)]
     return attrgetter("__class__", "__class__", *names), (node_type, node_type, *[None] * len(names))
@@ -96,7 +99,7 @@ def _unpack_hooks(node_type: Hashable) -> tuple[Field, tuple[Any, ...]]:
 
 def packed_by_hooks(node: Any) -> list[Any]:
     """What pack hooks returned for the node's saved tensors; nothing is unpacked."""
-    read, none = _unpack_hooks(node.__class__)
+    read, none = unpack_hooks(node.__class__)
     try:
         if read(node) == none:
             return []

@@ -39,6 +39,7 @@ class Addmm:
     name = "AddmmBackward0"
     left: Field = attrgetter("_saved_mat1")
     right: Field = attrgetter("_saved_mat2")
+    left_and_alpha: Field = attrgetter("_saved_mat1", "_saved_alpha")
     alpha: Field = attrgetter("_saved_alpha")
     beta: Field = attrgetter("_saved_beta")
 

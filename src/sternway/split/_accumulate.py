@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway._storage import storage_sizes
-from sternway._torch.hooks import accumulate_hooks, both_hooks, tensor_hooks
+from sternway._torch.hooks import accumulate_hooks, fields_for_writing, tensor_hooks
 from sternway._torch.parallel import in_process_group
 from sternway._torch.tensors import ORDINARY, add_each, layout_enforced, needs_grad
 from sternway.errors import PendingError
@@ -49,7 +49,7 @@ class Accumulator:
     returns None, ``queue`` the parts.
 
     Args:
-        leaves: every leaf of this W.
+        leaves: every leaf of this W; gone through once, if at all.
         exact: add in autograd's order: a gradient is computed, then added, each rounded on its own.
         tell_nodes: whether hooks of C++ on AccumulateGrad nodes run.
     """
@@ -74,17 +74,11 @@ class Accumulator:
         It can if the parameter and its node have no Python hooks, and it and its ``.grad`` are ordinary dense tensors.
         """
         parameter: Tensor = leaf.variable
-        if type(parameter) not in ORDINARY or self._anomaly or leaf in self._call_of:
+        if type(parameter) not in ORDINARY or self._anomaly or (self._call_of and leaf in self._call_of):
             return None
-        before, after = both_hooks(parameter)
-        if (
-            before
-            or after
-            or not parameter.requires_grad
-            or (id(parameter) not in self._clean and UNSEEN.on_leaf(leaf))
-        ):
+        before, after, wanted, grad, dtype = fields_for_writing(parameter)
+        if before or after or not wanted or (id(parameter) not in self._clean and UNSEEN.on_leaf(leaf)):
             return None
-        grad, dtype = parameter.grad, parameter.dtype
         if grad is None:
             if parameter.layout is not _STRIDED or getattr(parameter, "grad_dtype", dtype) != dtype:
                 return None
@@ -119,22 +113,23 @@ class Accumulator:
 
     def add_value(self, parameter: Tensor, value: Tensor) -> None:
         """Add ``value`` to ``parameter.grad``; if that is None, ``value`` may become it, and must be nobody else's."""
-        total, shape = parameter.grad, parameter.shape
+        total = parameter.grad
+        fits = value.shape == parameter.shape
         if (
             total is not None
             and value.dtype is total.dtype
             and value.layout is _STRIDED is total.layout
             and (memory := total.data_ptr()) not in self._sums  # one call must not write to the same memory twice
         ):
-            if value.shape != shape:
+            if not fits:
                 if value.is_cpu:
-                    self._unsummed.append((memory, shape))
+                    self._unsummed.append((memory, parameter.shape))
                 else:
-                    value = sum_to(value, shape)
+                    value = sum_to(value, parameter.shape)
             self._sums[memory] = (total, value)
             return
-        if value.shape != shape:
-            value = sum_to(value, shape)
+        if not fits:
+            value = sum_to(value, parameter.shape)
         if total is None:
             parameter.grad = value if value.layout != torch.strided else _like_parameter(value, parameter)
         elif total.layout != torch.strided:  # an earlier sparse gradient

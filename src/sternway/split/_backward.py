@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.overrides import handle_torch_function, has_torch_function
 
+from sternway._torch.autograd import gradients_at
 from sternway._torch.failures import failure_of
 from sternway._torch.functions import calling_instead
+from sternway._torch.parallel import in_process_group
 from sternway._torch.saved_hooks import recomputation, sharing
 from sternway._torch.tensors import ORDINARY
 from sternway._tree import replace_leaves
@@ -98,13 +101,13 @@ def backward_input(
     quiet = own_thread and plan.is_quiet
     taken = plan.cuts if quiet else bottom
     nodes = [*plan.ready, *[cut.node for cut in taken]]
-    edges = [GradientEdge(*place) for place in plan.inputs] + [GradientEdge(node, 0) for node in nodes]
+    edges = [GradientEdge(*place) for place in plan.inputs] + list(map(GradientEdge, nodes, repeat(0)))
     edges += [GradientEdge(*part.edge) for part in plan.branches] + [GradientEdge(node, 0) for node in plan.triggers]
     offers = [Offer(each.node, each.positions) for each in plan.opaque]
     group = recomputation() if plan.recomputes else None
     with _used_once(), sharing(group) if group else nullcontext():
         with _preparing(plan, offers, quiet) as (ran, stopped):
-            found = torch.autograd.grad(tensors, edges, grads, allow_unused=True) if edges else ()
+            found = gradients_at(edges, tensors, grads) if edges else ()
         answers = iter(found)  # one for each edge, in order
         grad_at = dict(zip(plan.inputs, answers, strict=False)) | stopped
         at_leaves = list(zip(plan.ready, answers, strict=False))
@@ -116,7 +119,8 @@ def backward_input(
     UNSEEN.count_own(len(bottom))
     work, undefined = _left_for_w(plan, at_leaves, at_branches, offers, exact)
     pending = Pending(work, ran, undefined, exact, group)
-    refuse_resharded(pending.deferred)
+    if in_process_group():
+        refuse_resharded(pending.deferred)
     return replace_leaves(lambda leaf: grad_at.get(wanted[id(leaf)]) if id(leaf) in wanted else None, inputs), pending
 
 
@@ -130,7 +134,7 @@ def _preparing(plan: SplitPlan, offers: list[Offer], quiet: bool) -> Iterator[tu
     with (
         catching(plan.cuts, quiet),
         calling_instead(calls) if calls else nullcontext(),
-        making(offers),
+        making(offers) if offers else nullcontext(),
         without_hooks([*plan.ready, *plan.triggers]) as ran,
         stopping(plan.inner) as stopped,
     ):
@@ -146,17 +150,19 @@ def _left_for_w(
 ) -> tuple[list[Deferred], list[Node]]:
     """What W has to do after I, and the leaves that no gradient arrived at."""
     cuts = [*plan.cuts, *plan.functions] if plan.functions else plan.cuts
-    missed = [part for part, grad in at_branches if grad is None]
-    missed += [part for function in plan.functions for part in function.undefined]
-    missed += [part for cut in cuts if not cut.grads or cut.grads[0][0] is None for part in cut.parts]
-    undefined = [leaf for leaf, grad in at_leaves if grad is None] + [leaf for part in missed for leaf in part.leaves()]
-    direct, through_graph = deferred_work(
+    ready = [(leaf, grad) for leaf, grad in at_leaves if grad is not None]
+    direct, through_graph, missed = deferred_work(
         in_order(cuts) if exact else cuts,
-        ready=[(leaf, grad) for leaf, grad in at_leaves if grad is not None]
-        + [part for offer in offers for part in offer.ready],
+        ready=ready + [part for offer in offers for part in offer.ready] if offers else ready,
         branches=[(part, grad) for part, grad in at_branches if grad is not None],
         computed={part for function in plan.functions for part in function.computed},
     )
+    undefined: list[Node] = []
+    if len(ready) < len(at_leaves):
+        undefined += [leaf for leaf, grad in at_leaves if grad is None]
+    missed += [part for part, grad in at_branches if grad is None]
+    missed += [part for function in plan.functions for part in function.undefined]
+    undefined += [leaf for part in missed for leaf in part.leaves()]
     return [direct, *(offer.work for offer in offers if offer.work is not None), through_graph], undefined
 
 

@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from sternway._storage import tensors_in
-from sternway._torch.autograd import gradient_slots
+from sternway._torch.autograd import gradient_slots, sequence_number
 from sternway._torch.nodes import ACCUMULATE_GRAD, TO_COPY, TRANSPOSE, T, held_by
 from sternway._torch.tensors import base_of
 from sternway.saved import Packed
 from sternway.split._part import Edge, Node, Part, is_transpose, packing
 from sternway.split._rules import RULES
-from sternway.split._unseen import UNSEEN
 
 
 class Search:
@@ -89,17 +88,19 @@ def _takes_data(node: Node, edges: Sequence[Edge]) -> bool:
     return any(not _is_parameter(tensor) for tensor in _tensors_of(node))  # it saved the other side, maybe a frozen one
 
 
-def direct_target(edge: Edge, stop_at: set[Node]) -> tuple[Node | None, bool]:
+def direct_target(edge: Edge, stop_at: set[Node], unhooked: tuple[int, int]) -> tuple[Node | None, bool]:
     """The leaf that ``edge`` leads to through transposes and casts alone, not passing ``stop_at`` or hooks.
 
-    Beside it, whether the leaf's parameter (unless a vector) is the transpose of the operand at the edge.
+    ``unhooked`` is what ``UNSEEN`` gives. Beside the leaf, whether its parameter (unless a vector) is the transpose of
+    the operand at the edge.
     """
     node, transposed, cast = edge[0], False, False
+    low, high = unhooked
     while node not in stop_at:
         kind = type(node)
         if kind is ACCUMULATE_GRAD:
             return node, transposed
-        if not UNSEEN.beyond(node):
+        if not low < sequence_number(node) <= high:
             break  # there may be a hook on what it made
         if kind is T or (kind is TRANSPOSE and is_transpose(node)):
             transposed = not transposed

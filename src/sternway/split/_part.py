@@ -16,6 +16,7 @@ A rule reads saved tensors that the node itself reads when it runs. Hooks may ha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import Tensor
@@ -84,7 +85,11 @@ Packing = Literal["checkpoint", "ours", "foreign"] | None
 
 def packing(node: Node) -> Packing:
     """Which hooks packed the node's saved tensors; "foreign" if they are of several kinds."""
-    packed = packed_by_hooks(node)
+    return packing_of(packed_by_hooks(node))
+
+
+def packing_of(packed: list[Any]) -> Packing:
+    """Which hooks made what stands for a node's saved tensors."""
     if not packed:
         return None
     if all(isinstance(data, CHECKPOINT_HOLDER) for data in packed):
@@ -142,7 +147,8 @@ class Part:
     def of_leaf(cls, leaf: Node, grad: Tensor, later: Later | None = None) -> Part:
         """A complete part that goes straight to a leaf."""
         part = cls((leaf, 0), leaf)
-        part.later = later
+        if later is not None:
+            part.later = later
         part.grad, part.version = grad, version_of(grad)
         return part
 
@@ -217,15 +223,19 @@ class Cut:
         parts: the deferred operands.
         packing: which hooks packed its saved tensors.
         runs_in_i: False where nothing below it needs a gradient, as at the bottom of stage 0.
+        holders: what a checkpoint packed the saved tensors as.
     """
 
-    __slots__ = ("grads", "node", "packing", "parts", "runs_in_i")
+    __slots__ = ("grads", "holders", "node", "packing", "parts", "runs_in_i")
 
-    def __init__(self, node: Node, parts: list[Part], packing: Packing, runs_in_i: bool) -> None:
+    def __init__(
+        self, node: Node, parts: list[Part], packing: Packing, runs_in_i: bool, holders: Sequence[Any] = ()
+    ) -> None:
         self.node = node
         self.parts = parts
         self.packing = packing
         self.runs_in_i = runs_in_i
+        self.holders = holders
         self.grads: list[tuple[Tensor | None, ...]] = []  # what arrived at the node: one entry, after I
 
     @property
@@ -242,8 +252,9 @@ class Cut:
     def read_and_keep(self, grads: tuple[Tensor | None, ...]) -> None:
         """A hook that runs just before the node: read, and keep the gradient that arrived."""
         if self.packing == "checkpoint":
-            for holder in packed_by_hooks(self.node):
+            for holder in self.holders:
                 allow_more_reads(holder, times=len(self.parts))
+            self.holders = ()  # whoever has a holder keeps what was recomputed for it
         self.read()
         self.grads.append(grads)
 

@@ -47,9 +47,9 @@ class Pending:
             self._late.update(dict.fromkeys(each.late))
             self._early.update(dict.fromkeys(each.early))
         # Leaves that no gradient arrived at, whose hooks run all the same.
-        got = self._late.keys() | self._early.keys()
-        self._undefined = [leaf for leaf in dict.fromkeys(undefined) if leaf not in got]
-        if not self._late.keys().isdisjoint(self._ran):
+        got = (self._late, self._early)
+        self._undefined = [leaf for leaf in dict.fromkeys(undefined) if not any(leaf in some for some in got)]
+        if self._ran and not self._late.keys().isdisjoint(self._ran):
             raise SplitError(
                 "a hook cannot be put on a parameter during I if only part of its gradient is computed there",
                 got=f"a new hook on a parameter of shape {[tuple(leaf.variable.shape) for leaf in self._ran]}",

@@ -18,18 +18,20 @@ from sternway.split._part import Edge
 
 def edges_of(tree: Any, name: str) -> dict[int, Edge]:
     """Where each tensor of ``tree`` that needs a gradient is in the graph, by the tensor's id."""
+    found = {}
     for leaf in leaves(tree):
-        if isinstance(leaf, Iterable) and not isinstance(leaf, Tensor | GradientEdge | str | bytes):
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:
+                found[id(leaf)] = edge_of(leaf)
+        elif isinstance(leaf, GradientEdge):
+            found[id(leaf)] = edge_of(leaf)
+        elif isinstance(leaf, Iterable) and not isinstance(leaf, str | bytes):
             raise SplitError(
                 f"{name} must be nested in tuples, lists, dicts and dataclasses",
                 got=f"a {type(leaf).__name__}",
                 fix="make a list or a tuple of it",
             )
-    return {
-        id(leaf): edge_of(leaf)
-        for leaf in leaves(tree)
-        if isinstance(leaf, GradientEdge) or (isinstance(leaf, Tensor) and leaf.requires_grad)
-    }
+    return found
 
 
 def edge_of(place: Tensor | GradientEdge) -> Edge:
@@ -40,7 +42,7 @@ def edge_of(place: Tensor | GradientEdge) -> Edge:
 
 def pair_leaves(outputs: Any, grads: Any, where: str = "outputs") -> Iterator[tuple[str, Any, Any]]:
     """Each leaf of ``outputs`` with its name and its leaf of ``grads``; where ``grads`` is None, so are its leaves."""
-    parts = children(outputs)
+    parts = None if type(outputs) is Tensor else children(outputs)
     if parts is None:
         yield where, outputs, grads
         return

@@ -25,20 +25,22 @@ module. The plan lists it, and keeps those leaves off the spine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from torch.autograd.function import BackwardCFunction
 
 from sternway._torch import require
-from sternway._torch.autograd import gradient_slots
+from sternway._torch.autograd import gradient_slots, sequence_number
 from sternway._torch.compile import COMPILED_NODE
 from sternway._torch.functions import function_of
-from sternway._torch.nodes import ACCUMULATE_GRAD
+from sternway._torch.nodes import ACCUMULATE_GRAD, packed_by_hooks, unpack_hooks
 from sternway._torch.parallel import in_process_group
 from sternway._torch.saved_hooks import can_share_recomputation
 from sternway.split._behind import Behind, direct_target, meets
 from sternway.split._branches import find_branches
-from sternway.split._part import Cut, Edge, Node, Part, packing
+from sternway.split._part import Cut, Edge, Node, Packing, Part, packing, packing_of
 from sternway.split._plan import OpaqueNode, SplitPlan
 from sternway.split._rules import RULES, Operand, Operands
 from sternway.split._unseen import UNSEEN
@@ -47,6 +49,18 @@ from sternway.split.learned._cut import FunctionCut, function_cut
 from sternway.split.learned._record import record_of
 
 _NOWHERE: Edge = (None, 0)
+
+
+class _Kind(NamedTuple):
+    """A kind of node that has rules, and how to see that nothing packed what such a node saved."""
+
+    operands: Operands
+    read: Callable[[Node], tuple[Any, ...]]  # its unpack hooks
+    unpacked: tuple[Any, ...]  # what that gives where there are none
+
+
+_UNKNOWN = _Kind(Operands(), lambda node: (), ())
+"""Of a kind of node that the walk has not met yet, or each node of which is looked at anew."""
 _OPAQUE = (COMPILED_NODE, "CapturedCallBackward")  # the latter: captured/_call.py
 
 
@@ -86,8 +100,8 @@ class _Planner:
         self.input_nodes = {node for node, _ in inputs}
         self.stops = set(inputs)  # and where branches begin
         self.stop_nodes = set(self.input_nodes)
-        self.behind = Behind(inputs)
-        self.kinds: dict[type, Operands | None] = {}  # by node type: its name is made anew each time it is asked for
+        self.kinds: dict[type, _Kind | None] = {}  # by node type: its name is made anew each time it is asked for
+        self.unhooked = UNSEEN.unhooked()
         self.spine: dict[Node, Sequence[Edge]] = {}  # with the edges that I follows
         self.has_ends = False  # nodes on the spine with nothing but leaves below them: a branch ends in one
         self.reached: set[Edge] = set()
@@ -101,6 +115,11 @@ class _Planner:
         self.function_kinds: set[type] = set()
         self.trials: list[FunctionCut] = []
         self.is_quiet = True
+
+    @cached_property
+    def behind(self) -> Behind:
+        """What lies behind edges; most graphs never ask."""
+        return Behind(self.inputs)
 
     def set_aside(self, roots: Sequence[Edge]) -> None:
         """Take the branches that lead to no input off the spine."""
@@ -178,23 +197,20 @@ class _Planner:
     def walk(self, stack: list[Node]) -> None:
         """Extend the spine from ``stack`` downwards."""
         spine, stops, stop_nodes, kinds = self.spine, self.stops, self.stop_nodes, self.kinds
+        leaf_kind = ACCUMULATE_GRAD
         while stack:
             node = stack.pop()
             if node in spine:
                 continue
             kind = type(node)
-            if kind is ACCUMULATE_GRAD:
+            if kind is leaf_kind:
                 spine[node] = ()
                 self.ready.append(node)
                 continue
             edges: Sequence[Edge] = node.next_functions
-            operands = kinds[kind] if kind in kinds else self.look_up(kind, node)
-            if operands is not None:
-                edges = self.cut(node, edges, operands)
-            elif kind in self.opaque_kinds:
-                edges = self.past_leaves(node, edges)
-            elif kind in self.function_kinds:
-                edges = self.cut_function(node, edges)
+            known = kinds.get(kind, _UNKNOWN)
+            if known is not None:
+                edges = self.look_into(node, edges) if known is _UNKNOWN else self.cut(node, edges, known)
             spine[node] = edges
             is_end = True
             for edge in edges:
@@ -204,7 +220,7 @@ class _Planner:
                 if child in stop_nodes and (edge in stops or self.joins_branch(edge)):
                     self.reached.add(edge)
                     is_end = False
-                elif type(child) is not ACCUMULATE_GRAD:
+                elif type(child) is not leaf_kind:
                     stack.append(child)
                     is_end = False
                 elif child not in spine:
@@ -213,20 +229,32 @@ class _Planner:
             if is_end:
                 self.has_ends = True
 
-    def look_up(self, kind: type, node: Node) -> Operands | None:
+    def look_into(self, node: Node, edges: Sequence[Edge]) -> Sequence[Edge]:
+        """The edges that I follows, of a node whose kind is new to the walk, or each of which is looked at anew."""
+        kind = type(node)
+        known = self.look_up(kind, node)
+        if known is not None:
+            return self.cut(node, edges, known)
+        if kind in self.opaque_kinds:
+            return self.past_leaves(node, edges)
+        return self.cut_function(node, edges) if kind in self.function_kinds else edges
+
+    def look_up(self, kind: type, node: Node) -> _Kind | None:
         """The rules for a kind of node, if any; raises SplitError for one that cannot be split."""
         name = kind.__name__
+        operands = RULES.get(name)
+        known = None if operands is None else _Kind(operands, *unpack_hooks(kind))
         if name in _OPAQUE:
             self.opaque_kinds.add(kind)
         if name in UNSUPPORTED:
             UNSUPPORTED[name](node)
         elif not issubclass(kind, BackwardCFunction):
-            self.kinds[kind] = RULES.get(name)
+            self.kinds[kind] = known
         else:
             self.function_kinds.add(kind)
             if len(gradient_slots(node)) != 1:
                 return None  # a rule is for nodes with one output; each of a custom Function's may have another number
-        return RULES.get(name)
+        return known
 
     def past_leaves(self, node: Node, edges: Sequence[Edge]) -> Sequence[Edge]:
         """The edges of a compiled graph that I follows: not those to leaves that are no inputs, which it sees to."""
@@ -238,10 +266,20 @@ class _Planner:
             self.opaque.append(OpaqueNode(node, positions))
         return [edge for edge in edges if type(edge[0]) is not ACCUMULATE_GRAD or edge in inputs]
 
-    def cut(self, node: Node, edges: Sequence[Edge], operands: Operands) -> Sequence[Edge]:
+    def cut(self, node: Node, edges: Sequence[Edge], kind: _Kind) -> Sequence[Edge]:
         """Make the node a cut, if some of its operands can be deferred; the edges that I follows."""
-        packed = packing(node)
-        if packed is not None or not UNSEEN.beyond(node):
+        operands, read, unpacked = kind
+        holders: Sequence[Any] = ()
+        packed: Packing = None
+        try:
+            is_packed = read(node) != unpacked
+        except (AttributeError, RuntimeError):
+            is_packed = True  # or it cannot be told in this way
+        if is_packed:
+            packed = packing_of(found := packed_by_hooks(node))
+            holders = found if packed == "checkpoint" else ()
+        low, high = self.unhooked
+        if packed is not None or not low < sequence_number(node) <= high:
             self.is_quiet = False
             if packed == "foreign" or UNSEEN.on_node(node):  # hooks on it expect the gradients of all operands
                 return edges
@@ -252,22 +290,21 @@ class _Planner:
         )
         if not parts:
             return edges
-        parts += self.chains_of(operands.biases, edges)
+        if operands.biases:
+            parts += self.chains_of(operands.biases, edges)
         followed = list(edges)
         for part in parts:
             followed[part.position] = _NOWHERE
         for child, _ in followed:
             if child is not None:
-                runs_in_i = True
-                break
-        else:
-            runs_in_i = False
-            if packed == "checkpoint":
-                if not can_share_recomputation():
-                    return edges  # what a checkpoint recomputes can be read only when the node runs
-                self.recomputes = True
-            refuse_spent(node)
-        self.cuts.append(Cut(node, parts, packed, runs_in_i))
+                self.cuts.append(Cut(node, parts, packed, True, holders))
+                return followed
+        if packed == "checkpoint":
+            if not can_share_recomputation():
+                return edges  # what a checkpoint recomputes can be read only when the node runs
+            self.recomputes = True
+        refuse_spent(node)
+        self.cuts.append(Cut(node, parts, packed, False, holders))
         return followed
 
     def cut_function(self, node: Node, edges: Sequence[Edge]) -> Sequence[Edge]:
@@ -293,7 +330,7 @@ class _Planner:
         parts = []
         for place, edge in enumerate(edges):
             if edge[0] is not None:
-                leaf, transposed = direct_target(edge, self.input_nodes)
+                leaf, transposed = direct_target(edge, self.input_nodes, self.unhooked)
                 is_chain = self.inputs and self.behind.is_chain(edge) and not self.behind.is_recomputed(edge)
                 if leaf is not None or is_chain:
                     parts.append(Part(edge, leaf, transposed, place))
@@ -304,8 +341,11 @@ class _Planner:
         parts = []
         for operand in operands:
             position = operand.position
-            if position < len(edges) and (edge := edges[position])[0] is not None:
-                leaf, transposed = direct_target(edge, self.input_nodes)
+            if position < len(edges) and (child := (edge := edges[position])[0]) is not None:
+                if type(child) is ACCUMULATE_GRAD and child not in self.input_nodes:
+                    leaf, transposed = child, False  # as direct_target, which a bias need not ask
+                else:
+                    leaf, transposed = direct_target(edge, self.input_nodes, self.unhooked)
                 if leaf is not None or (self.behind.is_chain(edge) and self.can_pass(edge)):
                     parts.append(Part(edge, leaf, transposed, position, operand.function))
         return parts

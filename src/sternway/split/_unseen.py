@@ -48,6 +48,10 @@ class UnseenHooks(threading.local):
         """Say that we have registered some ourselves."""
         self._counted += hooks
 
+    def unhooked(self) -> tuple[int, int]:
+        """The numbers after which, and up to which, nodes are ``beyond``; until the next look."""
+        return self.horizon, self._newest
+
     def beyond(self, node: Node) -> bool:
         """Whether a node was made after the horizon, by this thread as far as its number tells."""
         return self.horizon < sequence_number(node) <= self._newest

@@ -46,11 +46,10 @@ def refuse_resharded(deferred: Iterable[Tensor]) -> None:
 
     FSDP does so where no input needed a gradient. No node of the graph shows that beforehand.
     """
-    if parallel.in_process_group():
-        for parameter in deferred:
-            parts = [part for part in dense_parts(parameter) if part.numel()]
-            if isinstance(parameter, Parameter) and any(not part.untyped_storage().nbytes() for part in parts):
-                raise _early_fsdp()
+    for parameter in deferred:
+        parts = [part for part in dense_parts(parameter) if part.numel()]
+        if isinstance(parameter, Parameter) and any(not part.untyped_storage().nbytes() for part in parts):
+            raise _early_fsdp()
 
 
 def _early_fsdp() -> SplitError:

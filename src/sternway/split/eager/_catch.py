@@ -68,11 +68,12 @@ def without_hooks(leaves: list[Node]) -> Iterator[Ran]:
     Asking the engine for the gradient of a leaf runs the leaf's tensor hooks. They must run once, in W, on the whole
     gradient. A hook that is put on a leaf in the block, as while a checkpoint recomputes, does run there.
     """
-    before = {leaf: list(tensor_hooks(leaf.variable) or ()) for leaf in leaves}
+    before = {leaf: list(hooks) for leaf in leaves if (hooks := tensor_hooks(leaf.variable))}
     ran: Ran = {}
     registered = hooks_registered()
     with hiding(before, where="asked"):
         yield ran
-    for leaf, known in before.items() if hooks_registered() != registered else ():
+    for leaf in leaves if hooks_registered() != registered else ():
+        known = before.get(leaf, ())
         if new := [key for key in tensor_hooks(leaf.variable) or () if key not in known]:
             ran[leaf] = new

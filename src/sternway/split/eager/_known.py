@@ -53,7 +53,8 @@ def _bmm_left(node: Any) -> Product:
 
 @rule(Addmm.name, 2)
 def _addmm_right(node: Any) -> Product:
-    return Product(left=Addmm.left(node), scale=Addmm.alpha(node).conjugate())
+    left, alpha = Addmm.left_and_alpha(node)
+    return Product(left=left, scale=1 if alpha == 1 else alpha.conjugate())
 
 
 @rule(Addmm.name, 1, role="left")

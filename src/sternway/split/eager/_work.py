@@ -62,8 +62,11 @@ class DirectWork(_Parts):
                 accumulator.queue(leaf, parts)
                 continue
             for part in parts:
-                if part.is_packed:  # unpacked when its turn comes
+                later = part.later
+                if part.packed is not None or (later is not None and later.is_packed):  # unpacked when its turn comes
                     accumulator.postpone(partial(_unpack_and_add, accumulator, parameter, part))
+                elif later is None and not part.transposed and parameter.grad is not None:
+                    accumulator.add_value(parameter, part.grad)  # as _add, which a bias need not go through
                 else:
                     _add(accumulator, parameter, part)
         accumulator.flush()
@@ -95,16 +98,19 @@ def deferred_work(
     ready: Sequence[tuple[Node, Tensor]],
     branches: Iterable[tuple[Part, Tensor]] = (),
     computed: Container[Part] = (),
-) -> tuple[DirectWork, GraphWork]:
+) -> tuple[DirectWork, GraphWork, list[Part]]:
     """What W has to do after I: for the cuts, for leaves whose gradient is computed, and for branches.
 
-    The gradients of the parts in ``computed`` are computed too, though they come from cuts.
+    The gradients of the parts in ``computed`` are computed too, though they come from cuts. Beside the work, the parts
+    of cuts at which no gradient arrived.
     """
     direct: dict[Node, list[Part]] = {}
     calls: list[EngineCall] = []
+    missed: list[Part] = []
     for cut in cuts:
         if not cut.grads or (grad := cut.grads.pop()[0]) is None:
-            continue  # no gradient arrived at the cut
+            missed += cut.parts
+            continue
         version = version_of(grad)
         for part in cut.parts:
             part.grad, part.version = grad, version
@@ -123,11 +129,15 @@ def deferred_work(
         early += [leaf for leaf, parts in direct.items() if all(part in computed for part in parts)]
         late = [leaf for leaf in late if leaf not in early]
     for leaf, grad in ready:
-        direct.setdefault(leaf, []).append(Part.of_leaf(leaf, grad))
+        part = Part.of_leaf(leaf, grad)
+        if leaf in direct:
+            direct[leaf].append(part)
+        else:
+            direct[leaf] = [part]
     for call in calls:
         for leaf in call.leaves:
             call.parts += direct.pop(leaf, ())
-    return DirectWork(direct, late, early), GraphWork(calls)
+    return DirectWork(direct, late, early), GraphWork(calls), missed
 
 
 def in_order(cuts: Iterable[Cut]) -> list[Cut]:
@@ -151,7 +161,8 @@ def _add(accumulator: Accumulator, parameter: Tensor, part: Part) -> None:
     """Give a part to the accumulator: as a product, if it is one."""
     later, transposed = part.later, part.transposed and parameter.ndim > 1
     if isinstance(later, Product):
-        accumulator.add_product(parameter, *later.factors(part.grad, transposed), later.scale)
+        left, right = later.factors(part.grad, transposed)
+        accumulator.add_product(parameter, left, right, later.scale)
         return
     value = part.value(transposed)
     if parameter.grad is None and value.shape == parameter.shape:
