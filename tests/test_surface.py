@@ -44,6 +44,7 @@ SURFACE = {
         "measured_costs",
         "names",
         "offloaded",
+        "recomputed",
         "search",
         "sharded",
         "simulate",

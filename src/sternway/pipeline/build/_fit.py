@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +22,17 @@ from sternway._torch import require
 from sternway._torch.memory import without_memory
 from sternway._tree import replace_leaves
 from sternway.errors import PipelineError, ScheduleError, SternwayError
+from sternway.pipeline.build._blocks import weigh_again
 from sternway.pipeline.build._partition import Layout, arguments_of, lay_out
-from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, RankBytes, Shards, rank_bytes
+from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, RankBytes, Shards
 from sternway.pipeline.build._request import check_copies
 from sternway.pipeline.build._room import Room
-from sternway.pipeline.build._shadow import blank, own_or_total, recompute_blocks, shadow
+from sternway.pipeline.build._shadow import blank, own_or_total, shadow
 from sternway.pipeline.build._weigh import StageWeight, weigh
 from sternway.pipeline.forward._record import sample_runs
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn
-from sternway.schedule import Costs, Schedule
+from sternway.schedule import Costs, Schedule, recomputed
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +40,18 @@ class Way:
     """One way to train: a schedule, with or without recomputation.
 
     Attributes:
-        schedule: the order of actions.
-        recompute: whether repeated blocks run under activation checkpointing.
+        schedule: the order of actions, and which stages compute all or some of their blocks again.
         ranks: what each rank holds.
         time: of a step, over that of the same work without idle time and without recomputation.
         moved: the most bytes that a rank offloads in a step. ``time`` is then that of a link which keeps up.
+        again: what of the blocks is recomputed, in words.
     """
 
     schedule: Schedule
-    recompute: bool
     ranks: tuple[RankBytes, ...]
     time: float
     moved: int = 0
+    again: str = ""
 
     @property
     def peak(self) -> int:
@@ -58,7 +60,12 @@ class Way:
 
     def __str__(self) -> str:
         moves = f", moving {show_bytes(self.moved)} of a rank" if self.moved else ""
-        return self.schedule.name + moves + (", recomputing blocks" if self.recompute else "")
+        return self.schedule.name + moves + (f", recomputing {self.again}" if self.again else "")
+
+    @property
+    def recompute(self) -> bool:
+        """Whether blocks run under activation checkpointing."""
+        return bool(self.schedule.recompute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +152,8 @@ def fit(
             matter.
         ranks: the number of ranks.
         n_microbatches: how many microbatches a step has.
-        memory: what each rank has: bytes, or text such as "80GB". Schedules that need more are also counted with as
-            many microbatches offloaded as make them fit.
+        memory: what each rank has: bytes, or text such as "80GB". Schedules that need more are also counted with as few
+            blocks recomputed, and with as many microbatches offloaded, as make them fit.
         schedule: the name of a schedule; all are tried by default.
         loss_fn: the loss at the end; by default the model's own, or the sum of its output.
         target: the target of the loss.
@@ -185,7 +192,7 @@ def fit(
         microbatch = Microbatch(arguments, keywords, target=0 if target is None else replace_leaves(blank, target))
         with sample_runs():
             problem = _Problem(made, microbatch, loss_fn, OPTIMIZERS[optimizer], Shards(shards, gathered), limit)
-            ways = [way for recompute in (False, True) for way in problem.ways(plans, recompute)]
+            ways = list(problem.ways(plans))
         numbers = sum(parameter.numel() for parameter in made.parameters())
     if not ways:
         raise PipelineError(
@@ -250,45 +257,57 @@ class _Problem:
         self._costs = [
             sum(a.flops for a in each.actions.values()) for each in self._weights(range(len(self.layout.names)))
         ]
-        self._ideal = 0.0
 
-    def ways(self, plans: Sequence[Schedule], recompute: bool) -> Iterator[Way]:
-        """One way for each schedule that places as many stages as the model can be cut into."""
-        if recompute and not recompute_blocks(self._model, self.layout, randomly=False):
-            return
+    def ways(self, plans: Sequence[Schedule]) -> Iterator[Way]:
+        """Ways for each schedule that places as many stages as the model can be cut into."""
         for count in sorted({plan.num_stages for plan in plans}):
             if count > len(self._costs):
                 continue
-            try:
-                weights = self._weights(self.layout.balanced(self._costs, count))
-            except PipelineError:
-                if recompute:  # blocks that cannot run again: as they are, they ran
-                    return
-                raise
-            if not recompute:
-                self._ideal = sum(each.actions[op].flops for each in weights for op in ("F", "I", "W"))
-            costs = Costs(**{op: [float(each.actions[op].flops) for each in weights] for op in "FIWB"})  # type: ignore[index,arg-type]
-            for plan in plans:
-                if plan.num_stages == count:
-                    way = self._way(plan, weights, costs, recompute)
-                    yield way
-                    if self._limit is not None and way.peak > self._limit and self._shards.count == 1:
-                        yield from self._moved(plan, weights, costs, recompute, self._limit)
+            same = [plan for plan in plans if plan.num_stages == count]
+            room = self._room(self.layout.balanced(self._costs, count), same)
+            costs = room.costs(_costs(room.weights), 1)
+            for plan in same:
+                yield from self._ways(room, plan, costs)
+
+    def _room(self, starts: Sequence[int], plans: Sequence[Schedule]) -> Room:
+        """What stages take that begin there, and the bytes that a rank has."""
+        plain, weighed = self._weights(starts), partial(self._weights, starts)
+        again = partial(weigh_again, self._model, self.layout, starts, plain, weighed)
+        limit, rate = (0, None) if self._limit is None else (self._limit, math.inf)
+        shards, rate = (self._shards, None) if self._shards.count > 1 else (None, rate)
+        room = Room(limit, plain, again(some=False), shards, rate, self._kept)
+        if self._limit is None or not any(not room.fits(each) and room.fits(_most(room, each)) for each in plans):
+            return room
+        return replace(room, again=again(known=room.again))
+
+    def _ways(self, room: Room, plan: Schedule, costs: Costs) -> Iterator[Way]:
+        """A schedule as it is, with all blocks recomputed and with as few as fit, and with microbatches offloaded."""
+        most = _most(room, plan)
+        fewest = recomputed(most, costs, fits=room.rank_fits) if self._limit and room.fits(most) else most
+        for each in {way.recompute: way for way in (plan, most, fewest)}.values():
+            way = self._way(room, each)
+            yield way
+            if self._limit is not None and way.peak > self._limit:
+                yield from (self._way(room, moved) for moved in room.moved([each], costs) if room.fits(moved))
 
     def _weights(self, starts: Sequence[int]) -> list[StageWeight]:
         return weigh(self.layout.cut(self._model, starts).parts(), self._microbatch, self._loss_fn or own_or_total)
 
-    def _way(self, plan: Schedule, weights: list[StageWeight], costs: Costs, recompute: bool) -> Way:
-        ideal = self._ideal * plan.n_microbatches / plan.ranks
-        ranks = rank_bytes(plan, weights, self._kept, self._shards)
+    def _way(self, room: Room, plan: Schedule) -> Way:
+        ideal = sum(each.actions[op].flops for each in room.weights for op in ("F", "I", "W"))
+        weights = room.chosen(plan)
         moved = [sum(weights[stage].moved for stage, _ in plan.moved(rank)) for rank in range(plan.ranks)]
-        return Way(plan, recompute, ranks, plan.simulate(costs).period / ideal, max(moved))
+        # The operations that are done again have been counted, so nothing is to be added for them.
+        period = replace(plan, recompute=()).simulate(_costs(weights)).period
+        time = period / (ideal * plan.n_microbatches / plan.ranks)
+        return Way(plan, room.ranks(plan), time, max(moved), room.in_words(plan))
 
-    def _moved(
-        self, plan: Schedule, weights: list[StageWeight], costs: Costs, recompute: bool, limit: int
-    ) -> Iterator[Way]:
-        """The same schedule with microbatches offloaded, if that makes it fit."""
-        room = Room(limit, weights, None, rate=math.inf, optimizer=self._kept)
-        for each in room.moved([plan], room.costs(costs, plan.ranks)):
-            if room.fits(each):
-                yield self._way(each, weights, costs, recompute)
+
+def _most(room: Room, plan: Schedule) -> Schedule:
+    """A schedule with all blocks recomputed."""
+    return replace(plan, recompute=room.everything)
+
+
+def _costs(weights: Sequence[StageWeight]) -> Costs:
+    """Times by which stages are compared: their operations."""
+    return Costs(**{op: [float(each.actions[op].flops) for each in weights] for op in "FIWB"})  # type: ignore[index,arg-type]
