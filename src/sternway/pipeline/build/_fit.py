@@ -300,7 +300,7 @@ class _Problem:
         # The operations that are done again have been counted, so nothing is to be added for them.
         period = replace(plan, recompute=()).simulate(_costs(weights)).period
         time = period / (ideal * plan.n_microbatches / plan.ranks)
-        return Way(plan, room.ranks(plan), time, max(moved), room.in_words(plan))
+        return Way(plan, room.ranks(plan), time, max(moved), room.recomputes(plan))
 
 
 def _most(room: Room, plan: Schedule) -> Schedule:

@@ -85,7 +85,7 @@ def draft_plans(request: BuildRequest, transport: Transport) -> Draft | None:
     if not fitting:
         smallest = min(options, key=lambda option: option.room.peak(option.schedule) if option.room else 0)
         assert smallest.room is not None
-        raise no_room(smallest.room, smallest.schedule)
+        raise no_room(smallest.room, smallest.schedule, smallest.costs)
     return Draft(layout, measured, fitting)
 
 

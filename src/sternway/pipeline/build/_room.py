@@ -67,10 +67,21 @@ class Room:
         return tuple(stage for stage, counts in enumerate(self.again) if counts)
 
     def in_words(self, plan: Schedule) -> str:
+        """A plan's name, and what of the blocks it recomputes."""
+        again = self.recomputes(plan)
+        return plan.name + (f", recomputing {again}" if again else "")
+
+    def recomputes(self, plan: Schedule) -> str:
         """What of the blocks a plan recomputes; nothing if it recomputes none."""
         blocks = [max(counts, default=0) for counts in self.again]
         some = sum(counted(share, blocks[stage]) for stage, share in plan.shares.items())
         return "" if not some else "blocks" if some == sum(blocks) else f"{some} of {sum(blocks)} blocks"
+
+    def nearest(self, plan: Schedule, costs: Costs) -> Schedule | None:
+        """The fastest named schedule of as many stages that fits, with as little recomputed as that takes."""
+        others = (each for each in _named(plan, anywhere=True) if each.name != plan.name)
+        fitting = [each for each in (self._fewest(other, costs) for other in others) if self.fits(each)]
+        return min(fitting, key=lambda each: cost_of(self.upkept(each), costs), default=None)
 
     def rank_fits(self, plan: Schedule, rank: int) -> bool:
         """Whether one rank holds no more than it has."""
@@ -186,14 +197,14 @@ Find = Callable[[Limit, Recompute], Schedule]
 """Searches within a limit of memory, with these stages recomputed."""
 
 
-def _named(like: Schedule) -> Iterator[Schedule]:
-    """The named schedules that place as many stages in the same way."""
+def _named(like: Schedule, *, anywhere: bool = False) -> Iterator[Schedule]:
+    """The named schedules that place as many stages, in the same way or, with ``anywhere``, in another."""
     for name in names():
         try:
             made = make(name, ranks=like.ranks, microbatches=like.n_microbatches)
         except ScheduleError:  # it does not exist for these numbers
             continue
-        if made.placement == like.placement:
+        if made.placement == like.placement or (anywhere and made.num_stages == like.num_stages):
             yield made
 
 
@@ -242,15 +253,17 @@ def _weighed(
     return weigh(layout.cut(model, starts).parts(), microbatch, loss_fn)
 
 
-def no_room(room: Room, plan: Schedule) -> PipelineError:
-    """The error if nothing fits: what the smallest plan needs, and of what."""
-    limit, smallest, again = room.limit, room.ranks(plan), room.in_words(plan)
-    name = plan.name + (f", recomputing {again}" if again else "")
+def no_room(room: Room, plan: Schedule, costs: Costs) -> PipelineError:
+    """The error if nothing fits: what the smallest plan needs, and of what; and the nearest one that fits."""
+    limit, smallest, name = room.limit, room.ranks(plan), room.in_words(plan)
     rank = max(range(len(smallest)), key=lambda index: smallest[index].total)
     fullest = smallest[rank]
     parts = ", ".join(f"{kind} {show_bytes(getattr(fullest, kind))}" for kind in KINDS if getattr(fullest, kind))
     most = max(KINDS, key=lambda kind: int(getattr(fullest, kind)))
     fix = "use smaller microbatches" if most in ("activations", "working") else "use more ranks"
+    if (near := room.nearest(plan, costs)) is not None:
+        again = f", recomputing {room.recomputes(near)}" if near.recompute else ""
+        fix = f'pass schedule="{near.name}", which needs {show_bytes(room.peak(near))}{again}'
     return PipelineError(
         f"the pipeline must fit into memory={show_bytes(limit)} on every rank",
         got=f"{show_bytes(fullest.total)} on rank {rank} under {name}: {parts}",

@@ -6,7 +6,8 @@ same parameters' shapes and the same messages, are counted once: of a model of e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn, Stage, tensors_anyway
 from sternway.pipeline.transport._payload import Payload, Spec
 
+Watched = weakref.ref[torch.UntypedStorage]
 Op = Literal["F", "I", "W", "B"]
 _CPU = torch.device("cpu")
 
@@ -52,6 +54,8 @@ class StageWeight:
         freed: of what F leaves, the bytes that leave the device if the microbatch is offloaded. What the stage has
             received and what it sends stay.
         moved: the bytes that then come back: with ``freed``, copies of outputs that the stage itself needs.
+        input_waits: whether W needs what F received.
+        gradient_waits: whether W needs what I received.
     """
 
     parameters: int
@@ -62,6 +66,8 @@ class StageWeight:
     largest: int = 0
     freed: int = 0
     moved: int = 0
+    input_waits: bool = False
+    gradient_waits: bool = False
 
 
 def weigh(parts: Sequence[nn.Module], microbatch: Microbatch, loss_fn: LossFn | None) -> list[StageWeight]:
@@ -98,6 +104,8 @@ class _Scale:
         self._stage, self._microbatch, self._received = stage, microbatch, received
         self._counter = OperationCounter()
         self._sent: dict[str, Spec] = {}
+        self._inputs: list[Watched] = []  # what it has received in F, and in its backward
+        self._grads: list[Watched] = []
 
     def sent(self) -> dict[str, Spec]:
         """What the stage sends in F."""
@@ -114,6 +122,7 @@ class _Scale:
                 action()
             actions["F"] = self._action(self._forward)
             actions["I"] = self._action(self._input)
+            waits = [any(each() is not None for each in those) for those in (self._inputs, self._grads)]
             actions["W"] = self._action(self._weight)
             self._forward()
             actions["B"] = self._action(self._whole)
@@ -127,7 +136,7 @@ class _Scale:
         kept = storage_bytes([*parameters, *module.buffers()])
         buffers = kept - storage_bytes(parameters)
         largest = max((storage_bytes(each.parameters()) for each in _called(module)), default=0)
-        return StageWeight(kept, gradients, message, actions, buffers, largest, freed, moved)
+        return StageWeight(kept, gradients, message, actions, buffers, largest, freed, moved, *waits)
 
     def _moves(self) -> tuple[int, int]:
         """The bytes that leave the device with a microbatch, and those that come back."""
@@ -159,7 +168,9 @@ class _Scale:
         return {name: (spec, _empty(spec)) for name, spec in self._received.items()}
 
     def _forward(self) -> None:
-        sent = self._stage.forward(0, self._microbatch, self._arriving(), keep_output=False)
+        received = self._arriving()
+        self._inputs = _watched(each for _, tensors in received.values() for each in tensors)
+        sent = self._stage.forward(0, self._microbatch, received, keep_output=False)
         self._sent = {name: spec for name, (spec, _) in sent.items()}
 
     def _input(self) -> None:
@@ -172,7 +183,9 @@ class _Scale:
         self._stage.backward(0, self._gradients())
 
     def _gradients(self) -> dict[str, list[Tensor]]:
-        return {name: _empty(spec.gradients()) for name, spec in self._sent.items()}
+        made = {name: _empty(spec.gradients()) for name, spec in self._sent.items()}
+        self._grads = _watched(each for tensors in made.values() for each in tensors)
+        return made
 
 
 def _called(part: nn.Module) -> Iterator[nn.Module]:
@@ -182,6 +195,11 @@ def _called(part: nn.Module) -> Iterator[nn.Module]:
             yield from _called(child)
         else:
             yield child
+
+
+def _watched(tensors: Iterable[Tensor]) -> list[Watched]:
+    """The storages of tensors, which are not held."""
+    return [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
 
 
 def _empty(spec: Spec) -> list[Tensor]:
