@@ -145,6 +145,7 @@ SURFACE = {
         "DistTransport",
         "Fit",
         "GradScaler",
+        "LargeTensor",
         "LocalTransport",
         "Pipeline",
         "Presplit",

@@ -191,7 +191,7 @@ def plans() -> Todo:
             costs = room.costs(TIMES, RANKS)
             plan = searched(room, costs, len(way) // RANKS)
             if room.fits(plan):
-                told = [each.total for each in room.ranks(plan)]
+                told = [each.activations + each.working for each in room.ranks(plan)]
                 best.append((cost_of(plan, costs), plan, [layout.names[start] for start in way[1:]], told))
         cost, plan, cuts, told = min(best, key=lambda each: each[0])
         for way, room in zip(ways, (replace(each, limit=limit) for each in weighed), strict=True):
@@ -232,7 +232,7 @@ def run_within(rank: int, todo: Todo) -> None:
         own = sum(parameter.nbytes for parameter in pipe.parameters())
         held = 4 * own + counter.peak - before  # gradients, and AdamW's two
         assert held <= limit, (share, rank, held, limit, plan.name, plan.recompute)
-        assert held == pytest.approx(told[rank], rel=0.03), (share, rank, plan.name, plan.recompute)
+        assert counter.peak - before == pytest.approx(told[rank], rel=0.03), (share, rank, plan.name, plan.recompute)
         pipe.close()
 
 

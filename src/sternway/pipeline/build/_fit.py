@@ -7,10 +7,8 @@ most is reached while some action runs.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,50 +20,16 @@ from sternway._torch import require
 from sternway._torch.memory import without_memory
 from sternway._tree import replace_leaves
 from sternway.errors import PipelineError, ScheduleError, SternwayError
-from sternway.pipeline.build._blocks import weigh_again
-from sternway.pipeline.build._partition import Layout, arguments_of, lay_out
-from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, RankBytes, Shards
+from sternway.pipeline.build._partition import arguments_of
+from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, Shards
 from sternway.pipeline.build._request import check_copies
-from sternway.pipeline.build._room import Room
-from sternway.pipeline.build._shadow import blank, own_or_total, shadow
-from sternway.pipeline.build._weigh import StageWeight, weigh
+from sternway.pipeline.build._shadow import blank, shadow
+from sternway.pipeline.build._ways import Way, WaysToTrain
+from sternway.pipeline.build._weigh import SHOWN, LargeTensor
 from sternway.pipeline.forward._record import sample_runs
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn
-from sternway.schedule import Costs, Schedule, recomputed
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to train: a schedule, with or without recomputation.
-
-    Attributes:
-        schedule: the order of actions, and which stages compute all or some of their blocks again.
-        ranks: what each rank holds.
-        time: of a step, over that of the same work without idle time and without recomputation.
-        moved: the most bytes that a rank offloads in a step. ``time`` is then that of a link which keeps up.
-        again: what of the blocks is recomputed, in words.
-    """
-
-    schedule: Schedule
-    ranks: tuple[RankBytes, ...]
-    time: float
-    moved: int = 0
-    again: str = ""
-
-    @property
-    def peak(self) -> int:
-        """The most bytes on any rank."""
-        return max(rank.total for rank in self.ranks)
-
-    def __str__(self) -> str:
-        moves = f", moving {show_bytes(self.moved)} of a rank" if self.moved else ""
-        return self.schedule.name + moves + (f", recomputing {self.again}" if self.again else "")
-
-    @property
-    def recompute(self) -> bool:
-        """Whether blocks run under activation checkpointing."""
-        return bool(self.schedule.recompute)
+from sternway.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +40,21 @@ class Fit:
         ways: the ways to train, the fastest first.
         limit: the bytes that a rank has; None if no limit was given.
         parameters: how many numbers the model's parameters hold.
+        largest: its largest parameters.
+        changes: what twice as many ranks, and half as many rows in a microbatch, would make of the way that is shown;
+            nothing unless that was asked for.
     """
 
     ways: tuple[Way, ...]
     limit: int | None
     parameters: int
+    largest: tuple[LargeTensor, ...] = ()
+    changes: Mapping[str, Way] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> Way:
+        """The fastest way that fits; if none does, the smallest."""
+        return self.best or min(self.ways, key=lambda way: way.peak)
 
     @property
     def best(self) -> Way | None:
@@ -98,7 +72,7 @@ class Fit:
         if best is not None:
             of = "" if self.limit is None else f" of {show_bytes(self.limit)}"
             return f"It fits: {best} needs {show_bytes(best.peak)}{of} on the fullest rank." + self._faster(best)
-        smallest = min(self.ways, key=lambda way: way.peak)
+        smallest = self.shown
         rank = max(smallest.ranks, key=lambda rank: rank.total)
         kinds = {name: getattr(rank, name) for name in KINDS}
         largest = max(kinds, key=lambda name: kinds[name])
@@ -139,6 +113,7 @@ def fit(
     optimizer: str = "adamw",
     shards: int = 1,
     gathered: int | None = None,
+    what_if: bool = False,
 ) -> Fit:
     """Say how much memory each rank of a pipeline will need, without any of it.
 
@@ -161,6 +136,7 @@ def fit(
         shards: over how many processes ``fully_shard`` shards the modules of each stage, all of them. They are counted
             as gathered and reduced in the dtype of the parameters.
         gathered: how many stages a rank keeps gathered at once, as for ``Pipeline``.
+        what_if: whether to count also with twice as many ranks, and with half as many rows in a microbatch.
 
     Raises:
         PipelineError: if the sample does not go through the model, or the model cannot be cut into so many stages.
@@ -191,16 +167,20 @@ def fit(
         arguments, keywords = arguments_of(replace_leaves(blank, sample))
         microbatch = Microbatch(arguments, keywords, target=0 if target is None else replace_leaves(blank, target))
         with sample_runs():
-            problem = _Problem(made, microbatch, loss_fn, OPTIMIZERS[optimizer], Shards(shards, gathered), limit)
+            problem = WaysToTrain(made, microbatch, loss_fn, OPTIMIZERS[optimizer], Shards(shards, gathered), limit)
             ways = list(problem.ways(plans))
+            found = Fit(tuple(sorted(ways, key=lambda way: way.time)), limit, 0)
+            changes = problem.changes(found.shown, n_microbatches) if what_if and ways else {}
         numbers = sum(parameter.numel() for parameter in made.parameters())
+        named = sorted(made.named_parameters(), key=lambda each: -each[1].nbytes)
+        largest = tuple(LargeTensor.of(*each) for each in named[:SHOWN])
     if not ways:
         raise PipelineError(
             f"the model must have at least {ranks} pieces that can be cut apart",
             got=f"{len(problem.layout.points)}",
             fix="use fewer ranks",
         )
-    return Fit(tuple(sorted(ways, key=lambda way: way.time)), limit, numbers)
+    return Fit(tuple(sorted(ways, key=lambda way: way.time)), limit, numbers, largest, changes)
 
 
 def _plans(names: Sequence[str], ranks: int, microbatches: int) -> Iterator[Schedule]:
@@ -236,78 +216,3 @@ def _called(build: Callable[[], Any], sample: Any) -> tuple[nn.Module, Any]:
             fix="return model, sample",
         )
     return model, sample
-
-
-class _Problem:
-    """A model without memory, and one microbatch."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        microbatch: Microbatch,
-        loss_fn: LossFn | None,
-        kept: float,
-        shards: Shards,
-        limit: int | None,
-    ) -> None:
-        self._model, self._microbatch, self._loss_fn = model, microbatch, loss_fn
-        self._kept, self._shards, self._limit = kept, shards, limit
-        sample = microbatch.keywords or microbatch.arguments
-        self.layout: Layout = lay_out(model, sample, wanted=2)
-        self._costs = [
-            sum(a.flops for a in each.actions.values()) for each in self._weights(range(len(self.layout.names)))
-        ]
-
-    def ways(self, plans: Sequence[Schedule]) -> Iterator[Way]:
-        """Ways for each schedule that places as many stages as the model can be cut into."""
-        for count in sorted({plan.num_stages for plan in plans}):
-            if count > len(self._costs):
-                continue
-            same = [plan for plan in plans if plan.num_stages == count]
-            room = self._room(self.layout.balanced(self._costs, count), same)
-            costs = room.costs(_costs(room.weights), 1)
-            for plan in same:
-                yield from self._ways(room, plan, costs)
-
-    def _room(self, starts: Sequence[int], plans: Sequence[Schedule]) -> Room:
-        """What stages take that begin there, and the bytes that a rank has."""
-        plain, weighed = self._weights(starts), partial(self._weights, starts)
-        again = partial(weigh_again, self._model, self.layout, starts, plain, weighed)
-        limit, rate = (0, None) if self._limit is None else (self._limit, math.inf)
-        shards, rate = (self._shards, None) if self._shards.count > 1 else (None, rate)
-        room = Room(limit, plain, again(some=False), shards, rate, self._kept)
-        if self._limit is None or not any(not room.fits(each) and room.fits(_most(room, each)) for each in plans):
-            return room
-        return replace(room, again=again(known=room.again))
-
-    def _ways(self, room: Room, plan: Schedule, costs: Costs) -> Iterator[Way]:
-        """A schedule as it is, with all blocks recomputed and with as few as fit, and with microbatches offloaded."""
-        most = _most(room, plan)
-        fewest = recomputed(most, costs, fits=room.rank_fits) if self._limit and room.fits(most) else most
-        for each in {way.recompute: way for way in (plan, most, fewest)}.values():
-            way = self._way(room, each)
-            yield way
-            if self._limit is not None and way.peak > self._limit:
-                yield from (self._way(room, moved) for moved in room.moved([each], costs) if room.fits(moved))
-
-    def _weights(self, starts: Sequence[int]) -> list[StageWeight]:
-        return weigh(self.layout.cut(self._model, starts).parts(), self._microbatch, self._loss_fn or own_or_total)
-
-    def _way(self, room: Room, plan: Schedule) -> Way:
-        ideal = sum(each.actions[op].flops for each in room.weights for op in ("F", "I", "W"))
-        weights = room.chosen(plan)
-        moved = [sum(weights[stage].moved for stage, _ in plan.moved(rank)) for rank in range(plan.ranks)]
-        # The operations that are done again have been counted, so nothing is to be added for them.
-        period = replace(plan, recompute=()).simulate(_costs(weights)).period
-        time = period / (ideal * plan.n_microbatches / plan.ranks)
-        return Way(plan, room.ranks(plan), time, max(moved), room.recomputes(plan))
-
-
-def _most(room: Room, plan: Schedule) -> Schedule:
-    """A schedule with all blocks recomputed."""
-    return replace(plan, recompute=room.everything)
-
-
-def _costs(weights: Sequence[StageWeight]) -> Costs:
-    """Times by which stages are compared: their operations."""
-    return Costs(**{op: [float(each.actions[op].flops) for each in weights] for op in "FIWB"})  # type: ignore[index,arg-type]

@@ -7,8 +7,9 @@ same parameters' shapes and the same messages, are counted once: of a model of e
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from sternway.pipeline.transport._payload import Payload, Spec
 
 Watched = weakref.ref[torch.UntypedStorage]
 Op = Literal["F", "I", "W", "B"]
+SHOWN = 3  # of the largest tensors
 _CPU = torch.device("cpu")
 
 
@@ -41,6 +43,30 @@ class ActionWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class LargeTensor:
+    """A tensor that takes much, or several that look alike.
+
+    Attributes:
+        what: the name of a parameter, or "activation".
+        shape: its shape.
+        dtype: its dtype, as text.
+        nbytes: the bytes of each.
+        count: how many there are.
+    """
+
+    what: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    count: int = 1
+
+    @classmethod
+    def of(cls, what: str, tensor: Tensor) -> LargeTensor:
+        """That of a tensor."""
+        return cls(what, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
 class StageWeight:
     """What a stage takes for one microbatch.
 
@@ -56,6 +82,7 @@ class StageWeight:
         moved: the bytes that then come back: with ``freed``, copies of outputs that the stage itself needs.
         input_waits: whether W needs what F received.
         gradient_waits: whether W needs what I received.
+        kept: the largest tensors that F keeps, parameters and messages apart.
     """
 
     parameters: int
@@ -68,6 +95,7 @@ class StageWeight:
     moved: int = 0
     input_waits: bool = False
     gradient_waits: bool = False
+    kept: tuple[LargeTensor, ...] = ()
 
 
 def weigh(parts: Sequence[nn.Module], microbatch: Microbatch, loss_fn: LossFn | None) -> list[StageWeight]:
@@ -122,28 +150,31 @@ class _Scale:
                 action()
             actions["F"] = self._action(self._forward)
             actions["I"] = self._action(self._input)
-            waits = [any(each() is not None for each in those) for those in (self._inputs, self._grads)]
+            waits = _live(self._inputs), _live(self._grads)
             actions["W"] = self._action(self._weight)
             self._forward()
             actions["B"] = self._action(self._whole)
-        freed, moved = self._moves()
+        freed, moved, kept = self._moves()
         parameters = list(module.parameters())
         gradients = storage_bytes(p for p in parameters if p.requires_grad)
         for parameter in parameters:
             parameter.grad = None
         self._stage.clear()
         message = sum(each.nbytes for spec in self._received.values() for each in _empty(spec))
-        kept = storage_bytes([*parameters, *module.buffers()])
-        buffers = kept - storage_bytes(parameters)
+        held = storage_bytes([*parameters, *module.buffers()])
+        buffers = held - storage_bytes(parameters)
         largest = max((storage_bytes(each.parameters()) for each in _called(module)), default=0)
-        return StageWeight(kept, gradients, message, actions, buffers, largest, freed, moved, *waits)
+        return StageWeight(held, gradients, message, actions, buffers, largest, freed, moved, *waits, kept)
 
-    def _moves(self) -> tuple[int, int]:
-        """The bytes that leave the device with a microbatch, and those that come back."""
+    def _moves(self) -> tuple[int, int, tuple[LargeTensor, ...]]:
+        """The bytes that leave the device with a microbatch, those that come back, and the largest tensors of them."""
         saved: dict[int, int] = {}
+        looks: dict[int, LargeTensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            saved.update(storage_sizes([tensor]))
+            for key, size in storage_sizes([tensor]).items():
+                saved[key] = size
+                looks[key] = replace(LargeTensor.of("activation", tensor), nbytes=size)
             return tensor.detach()
 
         received = self._arriving()
@@ -155,7 +186,8 @@ class _Scale:
         moved = {key: size for key, size in saved.items() if key not in own}
         stays = storage_sizes(self._stage.sent_tensors(0))
         self._stage.clear()
-        return sum(size for key, size in moved.items() if key not in stays), sum(moved.values())
+        kept = largest_of(looks[key] for key in moved)
+        return sum(size for key, size in moved.items() if key not in stays), sum(moved.values()), kept
 
     def _action(self, run: Callable[[], None]) -> ActionWeight:
         counter = self._counter
@@ -188,6 +220,15 @@ class _Scale:
         return made
 
 
+def largest_of(tensors: Iterable[LargeTensor]) -> tuple[LargeTensor, ...]:
+    """The largest of these, of which those that look alike are put together."""
+    counts: Counter[LargeTensor] = Counter()
+    for each in tensors:
+        counts[replace(each, count=1)] += each.count
+    largest = sorted(counts, key=lambda each: -each.nbytes)[:SHOWN]
+    return tuple(replace(each, count=counts[each]) for each in largest)
+
+
 def _called(part: nn.Module) -> Iterator[nn.Module]:
     """The modules of a stage that the model's forward calls; others merely hold some of them."""
     for child in part.children():
@@ -200,6 +241,10 @@ def _called(part: nn.Module) -> Iterator[nn.Module]:
 def _watched(tensors: Iterable[Tensor]) -> list[Watched]:
     """The storages of tensors, which are not held."""
     return [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+
+
+def _live(storages: Iterable[Watched]) -> bool:
+    return any(each() is not None for each in storages)
 
 
 def _empty(spec: Spec) -> list[Tensor]:
