@@ -82,6 +82,15 @@ def test_a_search_recomputes_some_blocks_if_that_is_enough():
     assert 0 not in none.shares
 
 
+def test_many_stages_that_recompute_different_shares():
+    whole = Costs(F=1.0, I=1.2, W=0.8, B=1.9, comm=0.05, memory_after_I=0.9, memory_input=0.1, memory_again=0.4)
+    half = replace(whole, blocks=2)
+    numbers = {"ranks": 8, "microbatches": 16, "memory_limit": 1.6, "recompute": "auto"}
+    found = search(half, **numbers).check(memory_limit=1.6, costs=half)
+    assert len(set(found.shares.values())) > 1
+    assert found.simulate(half).span < 0.97 * search(whole, **numbers).simulate(whole).span
+
+
 def test_backwards_are_split_where_i_leaves_less_than_f_kept():
     """A quarter of the blocks: what W waits for is less than F kept, so ranks may fill idle time with it."""
     numbers = {"ranks": 2, "microbatches": 4, "memory_limit": 2.0, "recompute": ((0, 0.25),)}

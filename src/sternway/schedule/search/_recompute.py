@@ -11,15 +11,17 @@ is usual, pays for memory where there is enough (arXiv 2402.16831 and others fin
           r  .  .  .       38          -        cannot be better: not searched
 
 A stage of several blocks may recompute some of them. Of large problems not all choices are searched: those that look
-best at a glance are. Then as little is recomputed as their order of actions has room for (``recomputed``).
+best at a glance are, and what looks better when some stages recompute more or less. Then as little is recomputed as
+their order of actions has room for (``recomputed``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from sternway.errors import ScheduleError
-from sternway.schedule._again import Recompute, with_share
+from sternway.schedule._again import Recompute, shares, with_share
 from sternway.schedule._costs import EPSILON, Costs, Placement
 from sternway.schedule._memory import peak
 from sternway.schedule._schedule import Schedule
@@ -29,6 +31,7 @@ from sternway.schedule.search._hunt import Progress, glance, part_of
 from sternway.schedule.search._lower_bound import bound
 from sternway.schedule.search._problem import Limit, Problem, resolve
 
+Levels = tuple[float, ...]
 _TINY = 32  # stages times microbatches: up to this, every choice is searched that its bound does not rule out
 _GLANCES, _SEARCHED = 12, 2  # of larger problems, how many choices are looked at, and how many searched
 
@@ -56,11 +59,13 @@ def best_choice(
     if not least:
         raise problem
     order = sorted(least, key=lambda choice: (least[choice], amount(choice)))
-    if sum(map(len, placement)) * microbatches > _TINY:
-        order = _promising(order, least, posed)
+    tiny = sum(map(len, placement)) * microbatches <= _TINY
+    if not tiny:
+        order = _promising(order, least, posed, costs.levels(sum(map(len, placement))))
     found: list[tuple[tuple[float, float], float, Schedule]] = []
     for number, choice in enumerate(order):
-        if not found or least[choice] < min(found, key=_rank)[0][0] * (1 - EPSILON):
+        # Of a large problem, less may be recomputed than was chosen, for which this is no bound.
+        if not found or not tiny or least[choice] < min(found, key=_rank)[0][0] * (1 - EPSILON):
             plan = recomputed(find(choice, part_of(progress, number, len(order))), costs, memory_limit=limit)
             found.append((length(plan, costs), amount(plan.recompute), plan))
     if progress is not None:
@@ -68,13 +73,41 @@ def best_choice(
     return min(found, key=_rank)[2]
 
 
-def _promising(order: list[Recompute], least: dict[Recompute, float], posed: Callable[..., Problem]) -> list[Recompute]:
-    """Return the choices that look best at a glance, of those whose bounds are lowest."""
-    spans: dict[Recompute, float] = {}
-    for choice in order[:_GLANCES]:
-        if not spans or least[choice] < min(spans.values()):
-            spans[choice] = glance(posed(recompute=choice))
-    return sorted(spans, key=lambda choice: (spans[choice], amount(choice)))[:_SEARCHED]
+def _promising(
+    order: list[Recompute], least: dict[Recompute, float], posed: Callable[..., Problem], levels: Sequence[Levels]
+) -> list[Recompute]:
+    """Return the choices that look best at a glance, of those whose bounds are lowest, and what looks better nearby."""
+
+    def glanced(some: Iterable[Recompute]) -> dict[Recompute, float]:
+        spans: dict[Recompute, float] = {}
+        for choice in islice(some, _GLANCES):
+            if not spans or least[choice] < min(spans.values()):
+                spans[choice] = glance(posed(recompute=choice))
+        best = sorted(spans, key=lambda choice: (spans[choice], amount(choice)))
+        return {choice: spans[choice] for choice in best[:_SEARCHED]}
+
+    best = glanced(order)
+    if all(len(each) <= 1 for each in levels):
+        return list(best)
+    whole = glanced(choice for choice in order if all(isinstance(each, int) for each in choice))
+    nearby = [_nearby(*next(iter(those.items())), posed, levels) for those in (best, whole) if those]
+    return list(dict.fromkeys([*nearby, *best, *whole]))
+
+
+def _nearby(choice: Recompute, span: float, posed: Callable[..., Problem], levels: Sequence[Levels]) -> Recompute:
+    """Return a choice that looks better at a glance: stage by stage, more or less is recomputed."""
+    for stage, each in enumerate(levels):
+        steps = (0.0, *each)
+        place = steps.index(shares(choice).get(stage, 0.0))
+        for share in (*steps[:place], *steps[place + 1 :]):
+            other = with_share(choice, stage, share)
+            try:
+                problem = posed(recompute=other)
+            except ScheduleError:  # not even one microbatch
+                continue
+            if bound(problem) < span * (1 - EPSILON) and (seen := glance(problem)) < span * (1 - EPSILON):
+                choice, span = other, seen
+    return choice
 
 
 def _rank(found: tuple[tuple[float, float], float, Schedule]) -> tuple[tuple[float, float], float]:
