@@ -103,6 +103,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "schedule/test_search.py::test_search_is_never_worse_than_the_paper": ("slow",),
     "schedule/test_search.py::test_unequal_stages_are_no_worse_than_any_named_schedule_in_the_same_places": ("slow",),
     "schedule/test_search_exact.py::test_the_best_choice_of_what_to_recompute": ("slow",),
+    "schedule/test_search_exact.py::test_the_best_choice_of_how_many_blocks_to_recompute": ("slow",),
     "schedule/test_search_exact.py::test_search_finds_the_optimum_and_the_bound_is_not_above_it": ("slow",),
     "split/test_compiled.py::test_dynamic_shapes": ("slow",),
     "split/test_compiled_models.py": ("slow",),

@@ -39,6 +39,8 @@ def test_shows_ranks_and_schedules(program: Path) -> None:
     assert code == 0
     assert "activations" in text
     assert "It fits: 1f1b needs" in text
+    assert "With 4 ranks: 1f1b needs" in text
+    assert "With half as many rows: 1f1b needs" in text
 
 
 def test_what_does_not_fit_ends_with_1(program: Path) -> None:
@@ -49,6 +51,23 @@ def test_what_does_not_fit_ends_with_1(program: Path) -> None:
     assert not any(way["fits"] for way in found["ways"])
     assert found["parameters"] == 4 * (64 * 64 + 64)
     assert found["verdict"].startswith("It does not fit: the smallest way")
+    smallest, less = min(way["peak"] for way in found["ways"]), found["changes"]
+    assert less["4 ranks"]["peak"] < smallest
+    assert less["half as many rows"]["peak"] < smallest
+    assert found["largest"][0] == {
+        "what": "0.weight",
+        "shape": [64, 64],
+        "dtype": "float32",
+        "nbytes": 2**14,
+        "count": 1,
+    }
+    assert found["largest"][-1] == {
+        "what": "activation",
+        "shape": [8, 64],
+        "dtype": "float32",
+        "nbytes": 2**11,
+        "count": 1,
+    }
 
 
 def test_what_offload_would_change(program: Path) -> None:

@@ -77,6 +77,9 @@ def test_stages_that_may_be_recomputed():
     assert rows["1f1b"] == []
     assert rows["1f1b, recomputed"] == [0, 1]
     assert told["schedule"].get("recompute", []) == rows[told["best"]]
+    half = ("--costs", "W=0.5", "--memory", 1.5, "--recompute", 0, "--blocks", 2)
+    told = json.loads(run("--ranks", 2, "--microbatches", 3, *half, "--json").stdout)
+    assert next(row["recompute"] for row in told["rows"] if row["name"] == "search") == [[0, 0.5]]
     assert "recompute" not in json.loads(run("--ranks", 2, "--microbatches", 3, "--json").stdout)["schedule"]
 
 

@@ -97,8 +97,16 @@ def test_dropout_is_the_same_when_blocks_are_computed_again() -> None:
 
 
 def test_what_cannot_fit_is_refused() -> None:
-    with pytest.raises(PipelineError, match=r"under gpipe, recomputing blocks: parameters .*, activations"):
-        build(int(0.27 * needed("gpipe")), "gpipe", ranks=2, transport=LocalTransport())
+    """With the nearest that fits: the named schedule that does, in which as few blocks are recomputed as that takes."""
+    refused = r"under gpipe, recomputing blocks: parameters .*, activations .*"
+    with pytest.raises(PipelineError, match=rf"{refused} Fix: use .*, or pass at least memory=\d+") as no:
+        build(int(0.1 * needed("gpipe")), "gpipe", ranks=2, transport=LocalTransport())
+    least = int(str(no.value).rsplit("=", 1)[1])
+    with pytest.raises(
+        PipelineError, match=rf'{refused} Fix: pass schedule="1f1b", which needs .*, recomputing .*blocks'
+    ):
+        build(least - 1, "gpipe", ranks=2, transport=LocalTransport())
+    build(least - 1, "1f1b", ranks=2, transport=LocalTransport())
     with pytest.raises(PipelineError, match="memory needs a whole model"):
         Pipeline({0: nn.Linear(2, 2)}, ranks=1, n_microbatches=1, memory="1GB", transport=LocalTransport())
     with pytest.raises(PipelineError, match="memory needs a sample"):

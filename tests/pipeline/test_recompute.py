@@ -34,7 +34,7 @@ def batch(rows: int) -> Tensor:
     return torch.randn(rows, 32, DIM)
 
 
-def recomputed(name: str, *stages: int, ranks: int = 2, microbatches: int = 4) -> Schedule:
+def recomputed(name: str, *stages: int | tuple[int, float], ranks: int = 2, microbatches: int = 4) -> Schedule:
     return replace(schedule.make(name, ranks=ranks, microbatches=microbatches), recompute=stages)
 
 
@@ -52,6 +52,17 @@ def test_gradients_are_those_of_one_process(name: str, whole: bool) -> None:
     assert checkpointed == ([] if not whole else [0, 1] if plan.num_stages == 4 else [0, 1, 2, 3])
     result = pipe.evaluate(x, target=x)
     torch.testing.assert_close(result.loss, F.mse_loss(alone(x), x))
+
+
+def test_some_blocks_of_a_stage() -> None:
+    """The first ones, whose backward comes when what the others kept is freed."""
+    model, alone, x = blocks(8), blocks(8), batch(8)
+    plan = recomputed("zb-h1", (0, 0.25), (1, 0.75))
+    pipe = Pipeline(model, schedule=plan, loss_fn=F.mse_loss, ranks=2, transport=LocalTransport(), cuts=["4"])
+    pipe.step(x, target=x)
+    F.mse_loss(alone(x), x).backward()
+    assert_same_grads(model, alone)
+    assert [index for index, block in enumerate(model) if "forward" in vars(block)] == [0, 4, 5, 6]
 
 
 class Noisy(nn.Module):
@@ -123,6 +134,11 @@ def test_what_cannot_run_twice_is_refused() -> None:
             {0: nn.Linear(4, 4), 1: norm}, schedule=recomputed("1f1b", 1), loss_fn=F.mse_loss, ranks=2,
             transport=LocalTransport(),
         )  # fmt: skip
+    with pytest.raises(PipelineError, match=r"as a whole, not in part; got 0.5 of stage 1"):
+        Pipeline(
+            {0: nn.Linear(4, 4), 1: nn.Linear(4, 4)}, schedule=recomputed("1f1b", (1, 0.5)), loss_fn=F.mse_loss,
+            ranks=2, transport=LocalTransport(),
+        )  # fmt: skip
     with pytest.raises(PipelineError, match=r"must have a block that the model repeats.*got stage 1 of"):
         Pipeline(
             nn.Sequential(nn.Linear(4, 4), nn.Bilinear(4, 4, 4)), schedule=recomputed("1f1b", 1), loss_fn=F.mse_loss,
@@ -155,8 +171,11 @@ def test_blocks_that_two_recomputed_stages_share() -> None:
     assert all("forward" in vars(block) for block in model.blocks)
 
 
-def plans() -> list[tuple[float, int, Schedule, list[str]]]:
-    """For 100%, 60% and 40% of the bytes of 1F1B: the bytes, the best plan, and the cuts of its model.
+Todo = list[tuple[float, int, Schedule, list[str], list[int]]]
+
+
+def plans() -> Todo:
+    """For 100%, 60% and 40% of the bytes of 1F1B: the bytes, the best plan, the cuts of its model, and what ranks hold.
 
     It is compared with every named schedule that fits, as it is and with all stages recomputed.
     """
@@ -172,15 +191,16 @@ def plans() -> list[tuple[float, int, Schedule, list[str]]]:
             costs = room.costs(TIMES, RANKS)
             plan = searched(room, costs, len(way) // RANKS)
             if room.fits(plan):
-                best.append((cost_of(plan, costs), plan, [layout.names[start] for start in way[1:]]))
-        cost, plan, cuts = min(best, key=lambda each: each[0])
+                told = [each.activations + each.working for each in room.ranks(plan)]
+                best.append((cost_of(plan, costs), plan, [layout.names[start] for start in way[1:]], told))
+        cost, plan, cuts, told = min(best, key=lambda each: each[0])
         for way, room in zip(ways, (replace(each, limit=limit) for each in weighed), strict=True):
             for name in schedule.names():
                 for stages in ((), tuple(range(len(way)))):
                     named = schedule.make(name, ranks=RANKS, microbatches=COUNT)
                     if named.num_stages == len(way) and room.fits(named := replace(named, recompute=stages)):
                         assert cost <= cost_of(named, room.costs(TIMES, RANKS)), (share, name, stages)
-        found.append((share, limit, plan, cuts))
+        found.append((share, limit, plan, cuts, told))
     return found
 
 
@@ -193,12 +213,12 @@ def searched(room: Room, costs: Costs, per_rank: int) -> Schedule:
     return room.best(find, 2.0 * RANKS, costs)[0]
 
 
-def run_within(rank: int, todo: list[tuple[float, int, Schedule, list[str]]]) -> None:
+def run_within(rank: int, todo: Todo) -> None:
     x = batch(2 * COUNT)
     alone = blocks()
     F.mse_loss(alone(x), x).backward()
     reference = dict(alone.named_parameters())
-    for share, limit, plan, cuts in todo:
+    for share, limit, plan, cuts, told in todo:
         pipe = Pipeline(blocks(), schedule=plan, cuts=cuts, loss_fn=F.mse_loss)
         pipe.step(x, target=x)  # now there are gradients
         with OperationCounter() as counter:
@@ -212,14 +232,16 @@ def run_within(rank: int, todo: list[tuple[float, int, Schedule, list[str]]]) ->
         own = sum(parameter.nbytes for parameter in pipe.parameters())
         held = 4 * own + counter.peak - before  # gradients, and AdamW's two
         assert held <= limit, (share, rank, held, limit, plan.name, plan.recompute)
+        assert counter.peak - before == pytest.approx(told[rank], rel=0.03), (share, rank, plan.name, plan.recompute)
         pipe.close()
 
 
 def test_sixteen_blocks_under_less_and_less_memory() -> None:
     found = plans()
-    sizes = [len(plan.recompute) / plan.num_stages for _, _, plan, _ in found]
+    sizes = [sum(plan.shares.values()) / plan.num_stages for _, _, plan, _, _ in found]
     assert sizes[0] == 0  # all of it fits
-    assert sizes[-1] > 0
+    assert 0 < sizes[-1] < 1
+    assert any(share < 1 for _, _, plan, _, _ in found for share in plan.shares.values())  # some blocks of a stage
     on_ranks(RANKS, run_within, found)
 
 

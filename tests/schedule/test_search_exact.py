@@ -152,16 +152,20 @@ def test_the_optimum_in_a_v(costs, memory_limit):
 
 
 def recomputed(costs, choice, ranks):
-    """Costs in which I of the chosen stages is a forward and a whole backward; and what it takes meanwhile."""
+    """Costs in which I of the chosen stages is some of F and a whole backward; and what it takes meanwhile.
+
+    ``choice`` is the share of each stage.
+    """
     plain = costs.per_stage(place(ranks, 1))
-    chosen = [stage in choice for stage in range(ranks)]
-    inputs = costs.per_stage(place(ranks, 1), range(ranks)).keeps
+    chosen = [share > 0 for share in choice]
+    small = costs.per_stage(place(ranks, 1), range(ranks)).keeps
+    inputs = [kept - share * (kept - least) for kept, least, share in zip(plain.keeps, small, choice, strict=True)]
 
     def pick(others, values):
         return [other if yes else value for yes, other, value in zip(chosen, others, values, strict=True)]
 
-    longer = [f + b for f, b in zip(plain.F, plain.B, strict=True)]
-    works = [whole - small for whole, small in zip(plain.keeps, inputs, strict=True)]
+    longer = [share * f + b for share, f, b in zip(choice, plain.F, plain.B, strict=True)]
+    works = [whole - kept for whole, kept in zip(plain.keeps, inputs, strict=True)]
     nothing = [0.0] * ranks
     made = Costs(
         F=plain.F,
@@ -180,16 +184,29 @@ def recomputed(costs, choice, ranks):
 def test_the_best_choice_of_what_to_recompute(ranks, microbatches, costs, memory_limit):
     costs = replace(costs(ranks) if callable(costs) else costs, memory_input=0.1)
     numbers = {"ranks": ranks, "microbatches": microbatches, "memory_limit": memory_limit}
+    compare_all_choices(costs, (0.0, 1.0), **numbers)
+
+
+@pytest.mark.parametrize(("costs", "memory_limit"), [(EVEN, 1.5), (SHORT_W, 1.3), (uneven, 1.6)])
+def test_the_best_choice_of_how_many_blocks_to_recompute(costs, memory_limit):
+    costs = replace(costs(2) if callable(costs) else costs, memory_input=0.1, blocks=2)
+    compare_all_choices(costs, (0.0, 0.5, 1.0), ranks=2, microbatches=3, memory_limit=memory_limit)
+
+
+def compare_all_choices(costs, levels, *, ranks, **numbers):
+    """The search finds no worse than the best of all choices, if backwards are whole where something is recomputed."""
     spans = {}
-    for size in range(ranks + 1):
-        for choice in itertools.combinations(range(ranks), size):
-            made, works = recomputed(costs, choice, ranks)
-            spans[choice] = optimum(made, **numbers, works=works)
-            assert lower_bound(costs, **numbers, recompute=choice) <= spans[choice] * (1 + 1e-5)
-    found = search(costs, **numbers, recompute="auto").check(memory_limit=memory_limit, costs=costs)
+    for choice in itertools.product(levels, repeat=ranks):
+        made, works = recomputed(costs, choice, ranks)
+        spans[choice] = optimum(made, ranks=ranks, **numbers, works=works)
+        shares = [(stage, share) for stage, share in enumerate(choice) if share]
+        assert lower_bound(costs, ranks=ranks, **numbers, recompute=shares) <= spans[choice] * (1 + 1e-5)
+    found = search(costs, ranks=ranks, **numbers, recompute="auto")
+    found.check(memory_limit=numbers["memory_limit"], costs=costs)
     assert found.simulate(costs).span <= min(spans.values()) * (1 + 1e-5)
-    if all(isinstance(step, Action) and step.op in "FB" for stage in found.recompute for step in found.actions[stage]):
-        assert found.simulate(costs).span == pytest.approx(spans[found.recompute], rel=1e-5)
+    if all(isinstance(step, Action) and step.op in "FB" for stage in found.shares for step in found.actions[stage]):
+        chosen = tuple(found.shares.get(stage, 0.0) for stage in range(ranks))
+        assert found.simulate(costs).span == pytest.approx(spans[chosen], rel=1e-5)
 
 
 def test_branch_and_bound_says_when_it_is_certain():

@@ -8,6 +8,7 @@ import pytest
 from sternway import schedule
 from sternway.errors import ScheduleError
 from sternway.schedule import Costs, compare, from_json, lower_bound, make, search
+from sternway.schedule.search._problem import pose
 
 COSTS = Costs(F=1.0, I=1.2, W=0.8, memory_after_I=0.9, memory_input=0.1)
 
@@ -47,14 +48,73 @@ def test_only_the_stages_that_are_named():
     assert each.keeps_after_i == (1.0, 1.0)
 
 
+def test_some_blocks_keep_and_take_so_much_less():
+    """Half of a stage that keeps 1, or 0.2 recomputed: 0.6, and half of its forward again."""
+    costs = Costs(F=1.0, I=1.2, W=0.8, memory_input=0.2, memory_again=0.5, blocks=4)
+    each = costs.per_stage(((0,), (1,)), recompute=((0, 0.5), 1))
+    assert each.keeps == (0.6, 0.2)
+    assert pytest.approx((1.7, 2.2)) == each.I
+    assert pytest.approx((2.5, 3.0)) == each.B
+    assert pytest.approx((0.3, 0.3)) == each.works  # one block at a time comes back, of a half or of all
+    whole = replace(costs, memory_again=None).per_stage(((0,), (1,)), recompute=((0, 0.5), 1))
+    assert pytest.approx((0.4, 0.8)) == whole.works  # where all that is recomputed comes back at once
+
+
+def test_as_few_blocks_as_fit():
+    costs = Costs(F=(1.0, 3.0), I=(1.0, 3.0), W=(1.0, 3.0), blocks=(4, 4))
+    most = replace(make("1f1b", ranks=2, microbatches=4), recompute=(0, 1))
+    found = schedule.recomputed(most, costs, memory_limit=1.5)
+    assert found.recompute == ((0, 0.5),)
+    assert found.simulate(costs).peak_memory == 1.5
+    assert schedule.recomputed(most, replace(costs, blocks=1), memory_limit=1.5).recompute == (0,)
+    assert schedule.recomputed(most, costs, memory_limit=[0.5, 9.0]).recompute == (0,)  # which does not fit either
+
+
+def test_a_search_recomputes_some_blocks_if_that_is_enough():
+    for blocks, expected in ((1, (0,)), (4, ((0, 0.5),))):
+        costs = Costs(F=1.0, I=1.2, W=0.8, blocks=blocks)
+        numbers = {"ranks": 2, "microbatches": 6, "memory_limit": [1.5, 2.0]}
+        found = search(costs, **numbers, recompute="auto")
+        assert found.recompute == expected
+        least = lower_bound(costs, **numbers, recompute="auto")
+        assert least <= found.simulate(costs).span * (1 + 1e-9)
+    none = search(replace(costs, blocks=(0, 4)), **numbers, recompute="auto")
+    assert 0 not in none.shares
+
+
+def test_many_stages_that_recompute_different_shares():
+    whole = Costs(F=1.0, I=1.2, W=0.8, B=1.9, comm=0.05, memory_after_I=0.9, memory_input=0.1, memory_again=0.4)
+    half = replace(whole, blocks=2)
+    numbers = {"ranks": 8, "microbatches": 16, "memory_limit": 1.6, "recompute": "auto"}
+    found = search(half, **numbers).check(memory_limit=1.6, costs=half)
+    assert len(set(found.shares.values())) > 1
+    assert found.simulate(half).span < 0.97 * search(whole, **numbers).simulate(whole).span
+
+
+def test_backwards_are_split_where_i_leaves_less_than_f_kept():
+    """A quarter of the blocks: what W waits for is less than F kept, so ranks may fill idle time with it."""
+    numbers = {"ranks": 2, "microbatches": 4, "memory_limit": 2.0, "recompute": ((0, 0.25),)}
+    assert pose(Costs(memory_after_I=0.7), **numbers).whole == ()
+    assert pose(Costs(memory_after_I=0.8), **numbers).whole == (0,)
+
+
+def test_bad_blocks():
+    for bad in (-1, 1.5, True, "2", [1, -1]):
+        with pytest.raises(ScheduleError, match="blocks must be whole numbers from 0 on"):
+            Costs(blocks=bad)
+    with pytest.raises(ScheduleError, match="blocks must have one number for each of the 2 stages; got 3"):
+        Costs(blocks=(1, 2, 3)).levels(2)
+
+
 def test_measured_costs_are_those_of_a_stage_that_is_not_recomputed():
     costs = Costs(F=(1.0, 2.0), I=(1.5, 1.0), W=(0.5, 1.0), B=(1.75, 1.75), comm=0.25, memory_input=0.1)
     for name in ("zb-h1", "1f1b"):
-        found = schedule.measured_costs(recomputed(name, 1).simulate(costs), costs)
-        assert found.F == (1.0, 2.0)
-        assert pytest.approx((1.5, 1.0)) == found.I
-        assert pytest.approx((1.75, 1.75)) == found.B
-        assert found.memory_input == 0.1
+        for much in (1, (1, 0.25)):
+            found = schedule.measured_costs(recomputed(name, much).simulate(costs), costs)
+            assert found.F == (1.0, 2.0)
+            assert pytest.approx((1.5, 1.0)) == found.I
+            assert pytest.approx((1.75, 1.75)) == found.B
+            assert found.memory_input == 0.1
 
 
 @pytest.mark.parametrize(("stages_per_rank", "limit"), [(1, 4.0), (1, 1.6), (2, 2.0), (2, 1.1)])
@@ -102,10 +162,10 @@ def test_many_stages_recompute_alike():
 
 
 def test_bad_stages():
-    for bad in ([4], [-1], ["0"], 0, "auto!", [True]):
-        with pytest.raises(ScheduleError, match=r"recompute must be stages, numbers from 0 to \d; got"):
+    for bad in ([4], [-1], ["0"], 0, "auto!", [True], [(0, 0.0)], [(0, 1.5)], [(0, True)], [(0, 0.5, 1)]):
+        with pytest.raises(ScheduleError, match=r"recompute must be stages, numbers from 0 to \d, or"):
             search(COSTS, ranks=2, microbatches=2, memory_limit=2, recompute=bad)
-    with pytest.raises(ScheduleError, match="recompute must be stages, numbers from 0 to 1; got"):
+    with pytest.raises(ScheduleError, match="recompute must be stages, numbers from 0 to 1, or"):
         recomputed("1f1b", 2)
 
 
@@ -114,8 +174,13 @@ def test_files_and_drawings_show_it():
     assert s.recompute == (0, 1)
     assert from_json(s.to_json()) == s
     assert '"recompute": [0, 1]' in s.to_json()
+    half = replace(s, recompute=[(1, 0.5), 0, (1, 0.25)])
+    assert half.recompute == (0, (1, 0.5))
+    assert from_json(half.to_json()) == half
+    assert '"recompute": [0, [1, 0.5]]' in half.to_json()
+    assert str(half).startswith("1f1b: 2 ranks, 2 microbatches, 2 stages; recomputed: 0, 50% of 1\n")
     assert "recompute" not in replace(s, recompute=()).to_json()
-    with pytest.raises(ScheduleError, match="recompute must be a list of lists of int"):
+    with pytest.raises(ScheduleError, match="recompute must be a list of stages; got str '01'"):
         from_json(s.to_json().replace('[0, 1],\n "act', '"01",\n "act'))
     assert str(s).startswith("1f1b: 2 ranks, 2 microbatches, 2 stages; recomputed: 0, 1\n")
     t = s.simulate(COSTS)

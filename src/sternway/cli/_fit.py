@@ -66,6 +66,7 @@ def fit(
                 optimizer=optimizer,
                 shards=shards,
                 gathered=gathered,
+                what_if=True,
             )
     except SternwayError as error:
         if begun:
@@ -106,7 +107,7 @@ def _sizes(ranks: int | None, mesh: str) -> tuple[int, int]:
 
 def _show(found: Fit) -> None:
     console = Console()
-    shown = found.best or min(found.ways, key=lambda way: way.peak)
+    shown = found.shown
     console.print(f"{found.parameters:,} parameters, by {shown}:", highlight=False)
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     kinds = [kind for kind in KINDS if kind != "gathered" or any(each.gathered for each in shown.ranks)]
@@ -116,6 +117,7 @@ def _show(found: Fit) -> None:
         sizes = (show_bytes(getattr(each, kind)) for kind in kinds)
         table.add_row(str(rank), ", ".join(map(str, each.stages)), *sizes)
     console.print(table)
+    _show_tensors(console, found)
     console.print("\nTime of a step, over that of the same work without idle time:")
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("schedule", "fullest rank", "time", ""):
@@ -123,7 +125,22 @@ def _show(found: Fit) -> None:
     for way in found.ways:
         table.add_row(str(way), show_bytes(way.peak), f"{way.time:.2f}", "" if found.fits(way) else "too large")
     console.print(table)
+    for what, way in found.changes.items():
+        text = f"With {what}: {way} needs {show_bytes(way.peak)} on the fullest rank, time {way.time:.2f}."
+        console.print(f"\n{text}" if way is next(iter(found.changes.values())) else text, highlight=False)
     console.print(f"\n{found.verdict}", highlight=False)
+
+
+def _show_tensors(console: Console, found: Fit) -> None:
+    """The largest parameters, and the largest tensors that a microbatch keeps on the fullest rank."""
+    console.print("\nThe largest parameters, and what one microbatch keeps on the fullest rank:")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("tensor", "shape", "dtype", "bytes", "how many"):
+        table.add_column(name, justify="right" if name in ("bytes", "how many") else "left")
+    for each in (*found.largest, *found.shown.kept):
+        shape = " × ".join(map(str, each.shape))
+        table.add_row(each.what, shape, each.dtype, show_bytes(each.nbytes), str(each.count))
+    console.print(table)
 
 
 def _as_dict(found: Fit) -> dict[str, Any]:
@@ -143,4 +160,6 @@ def _as_dict(found: Fit) -> dict[str, Any]:
         "limit": found.limit,
         "verdict": found.verdict,
         "ways": [each(way) for way in found.ways],
+        "largest": [dataclasses.asdict(tensor) for tensor in (*found.largest, *found.shown.kept)],
+        "changes": {what: each(way) for what, way in found.changes.items()},
     }

@@ -64,6 +64,9 @@ def plan(
             "and the backward takes F longer. The search chooses the stages."
         ),
     ] = None,
+    blocks: Annotated[
+        int, typer.Option(min=1, help="Of how many equal blocks a stage consists, of which some may be recomputed.")
+    ] = 1,
     offload: Annotated[
         float | None,
         typer.Option(
@@ -85,6 +88,7 @@ def plan(
                 activation_bytes=parse_bytes(activations or 0, "--activations", ScheduleError),
                 static_bytes=parse_bytes(static or 0, "--static", ScheduleError),
                 memory_input=recompute or 0.0,
+                blocks=blocks,
                 offload=offload or 0.0,
             )
             limit = _limit(parsed, memory)

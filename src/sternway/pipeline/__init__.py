@@ -8,12 +8,14 @@ result = pipe.step(inputs, target=target)
 """
 
 from sternway.pipeline._pipeline import Pipeline
-from sternway.pipeline.build._fit import Fit, Way, fit
+from sternway.pipeline.build._fit import Fit, fit
 from sternway.pipeline.build._make_weights import make_weights
 from sternway.pipeline.build._plan import partition
 from sternway.pipeline.build._profile import Profile, profile
 from sternway.pipeline.build._rank_bytes import RankBytes
 from sternway.pipeline.build._read_weights import read_weights
+from sternway.pipeline.build._ways import Way
+from sternway.pipeline.build._weigh import LargeTensor
 from sternway.pipeline.checkpoint._saving import CheckpointWarning, Resumed, Saving
 from sternway.pipeline.pretrained._load import from_pretrained
 from sternway.pipeline.step._microbatch import Chunk, Presplit, Replicate
@@ -31,6 +33,7 @@ __all__ = [
     "DistTransport",
     "Fit",
     "GradScaler",
+    "LargeTensor",
     "LocalTransport",
     "Pipeline",
     "Presplit",

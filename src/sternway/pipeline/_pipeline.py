@@ -63,7 +63,7 @@ class Pipeline:
             by default, of what I leaves if that is more.
         memory: what each rank has: bytes, or text such as "20GB". What a plan holds is counted as by ``fit``, AdamW's
             state included, and what ``shard`` shards as shards over "dp_shard". "auto" takes the fastest plan within
-            it, and recomputes the blocks of some stages, or offloads some microbatches, if it must; so does a named
+            it, and recomputes some blocks of some stages, or offloads some microbatches, if it must; so does a named
             schedule. If none fits, that is an error. Needs ``sample``.
         ranks: the number of ranks; the transport's by default.
         transport: ``DistTransport()`` over all processes by default.

@@ -23,7 +23,7 @@ from sternway.schedule._timeline import Bottleneck, Event, Timeline
 from sternway.schedule._upkeep import sharded
 from sternway.schedule.formats import from_csv, from_json
 from sternway.schedule.named import make, names
-from sternway.schedule.search import Comparison, Row, candidates, compare, fuse, lower_bound, search
+from sternway.schedule.search import Comparison, Row, candidates, compare, fuse, lower_bound, recomputed, search
 
 __all__ = [
     "Action",
@@ -51,6 +51,7 @@ __all__ = [
     "measured_costs",
     "names",
     "offloaded",
+    "recomputed",
     "search",
     "sharded",
     "simulate",

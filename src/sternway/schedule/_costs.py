@@ -11,16 +11,21 @@ Memory is in units of what one microbatch's forward keeps on one rank. For each 
 A stage that is recomputed (``Schedule.recompute``) keeps its input alone, and runs its forward again in I or B:
 
     F adds memory_input/v,    I and B take F longer, and need memory_again/v while they run,    I leaves the same.
+
+If it is a share of the stage that is recomputed, some of its ``blocks``, F keeps so much less, and I and B take so much
+longer.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from sternway._bytes import parse_bytes, show_bytes
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Step
+from sternway.schedule._again import Again, levels
+from sternway.schedule._again import shares as shares_of
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -89,20 +94,20 @@ class StageCosts:
         times: tuple[float, ...] = getattr(self, op)
         return times[stage]
 
-    def recomputed(self, stages: Collection[int], inputs: Sequence[float], again: Sequence[float]) -> "StageCosts":
-        """Return costs in which these stages keep their inputs, and run their forward again in I and B."""
-        chosen = [stage in stages for stage in range(len(self.F))]
-
-        def change(values: Sequence[float], others: Sequence[float]) -> tuple[float, ...]:
-            return tuple(other if yes else value for yes, value, other in zip(chosen, values, others, strict=True))
+    def recomputed(self, much: Mapping[int, float], inputs: Sequence[float], again: Sequence[float]) -> "StageCosts":
+        """Return costs in which such shares of stages keep their inputs, and run their forward again in I and B."""
+        part = [much.get(stage, 0.0) for stage in range(len(self.F))]
 
         def longer(times: Sequence[float]) -> tuple[float, ...]:
-            return change(times, [time + forward for time, forward in zip(times, self.F, strict=True)])
+            return tuple(time + share * forward for time, share, forward in zip(times, part, self.F, strict=True))
 
-        works = [max(0.0, most - kept) for most, kept in zip(again, inputs, strict=True)]
-        return replace(
-            self, I=longer(self.I), B=longer(self.B), keeps=change(self.keeps, inputs), works=change(self.works, works)
-        )
+        keeps, works = list(self.keeps), list(self.works)
+        for stage, share in much.items():
+            kept, small, most = self.keeps[stage], inputs[stage], again[stage]
+            keeps[stage] = small if share == 1 else kept + share * (small - kept)
+            # What comes back is no more than was not kept; one block at a time, and it may be less.
+            works[stage] = min(max(0.0, most - small), share * max(0.0, kept - small) + max(0.0, most - kept))
+        return replace(self, I=longer(self.I), B=longer(self.B), keeps=tuple(keeps), works=tuple(works))
 
     def joined(self) -> "StageCosts":
         """Return costs in which I and W together take no longer than B, and no action longer than if overlapped.
@@ -153,6 +158,8 @@ class Costs:
             otherwise, unless given. One number, or one for each stage.
         memory_offloaded: what stays on the rank of a microbatch that is offloaded, in units; one number, or one for
             each stage.
+        blocks: of how many equal blocks a stage consists, of which a search may recompute some; one number, or one for
+            each stage. With 1, it recomputes all of a stage or nothing; with 0, nothing.
 
     Raises:
         ScheduleError: a cost is negative or not finite, or sequences have different lengths.
@@ -175,6 +182,7 @@ class Costs:
     offload: float | Sequence[float] = 0.0
     memory_offloaded: float | Sequence[float] = 0.0
     overlap: float | Sequence[float] = 1.0
+    blocks: int | Sequence[int] = 1
 
     def __post_init__(self) -> None:
         lengths: dict[str, int] = {}
@@ -193,6 +201,13 @@ class Costs:
             )
         for name in ("comm", "activation_bytes", "static_bytes"):
             object.__setattr__(self, name, _amount(name, getattr(self, name)))
+        blocks = tuple(self.blocks) if isinstance(self.blocks, Sequence) else (self.blocks,)
+        if not all(type(count) is int and count >= 0 for count in blocks):
+            raise ScheduleError(
+                "blocks must be whole numbers from 0 on", got=f"blocks={self.blocks!r}", fix="pass 1 or more"
+            )
+        if isinstance(self.blocks, Sequence):
+            object.__setattr__(self, "blocks", blocks)
 
     def bytes_of(self, memory: float) -> float | None:
         """Return what a rank holds in bytes, beside ``memory`` in units; None where ``activation_bytes`` is unknown.
@@ -242,7 +257,26 @@ class Costs:
         )
         return max(f, i)
 
-    def per_stage(self, placement: Placement, recompute: Collection[int] = (), copies: int = 1) -> StageCosts:
+    def levels(self, num_stages: int) -> tuple[tuple[float, ...], ...]:
+        """Return for each of so many stages the shares that a search may recompute, at most four: some of its blocks.
+
+        Example:
+            >>> Costs(blocks=(1, 2, 8)).levels(3)
+            ((1.0,), (0.5, 1.0), (0.25, 0.5, 0.75, 1.0))
+
+        Raises:
+            ScheduleError: there are numbers for another number of stages.
+        """
+        blocks = self.blocks if isinstance(self.blocks, Sequence) else (self.blocks,) * num_stages
+        if len(blocks) != num_stages:
+            raise ScheduleError(
+                f"blocks must have one number for each of the {num_stages} stages",
+                got=f"{len(blocks)}",
+                fix=f"pass {num_stages} numbers, or one number for all",
+            )
+        return tuple(map(levels, blocks))
+
+    def per_stage(self, placement: Placement, recompute: Collection[Again] = (), copies: int = 1) -> StageCosts:
         """Return one number for each stage of ``placement``, of which those in ``recompute`` are recomputed.
 
         If the ranks hold several copies of the model, a microbatch goes through the stages of one of them.
@@ -289,7 +323,7 @@ class Costs:
         if not recompute:
             return plain
         again = plain.keeps if self.memory_again is None else resolve("memory_again")
-        return plain.recomputed(recompute, resolve("memory_input"), again)
+        return plain.recomputed(shares_of(recompute), resolve("memory_input"), again)
 
 
 def _amount(name: str, value: object) -> float:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Overlap, Upkeep
+from sternway.schedule._again import shares
 from sternway.schedule._costs import Costs, StageCosts
 from sternway.schedule._depends import KIND
 from sternway.schedule._timeline import Timeline
@@ -64,10 +65,10 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
     lacking = [stage for stage in range(schedule.num_stages) if ("F", stage) not in seen]
     if lacking:
         raise ScheduleError("a measured step must have F of every stage", got=f"none of {lacking}", fix="pass a step's")
-    for stage in schedule.recompute:  # costs are those of a stage that is not recomputed
+    for stage, share in shares(schedule.recompute).items():  # costs are those of a stage that is not recomputed
         for op in "IB":
             if (op, stage) in seen:
-                seen[op, stage] = max(0.0, seen[op, stage] - seen["F", stage])
+                seen[op, stage] = max(0.0, seen[op, stage] - share * seen["F", stage])
     i, w, b = zip(*(_backward(seen, stage, expected) for stage in range(schedule.num_stages)), strict=True)
     f = tuple(seen["F", stage] for stage in range(schedule.num_stages))
     return replace(

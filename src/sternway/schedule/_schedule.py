@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Overlap, Upkeep
+from sternway.schedule._again import Recompute, checked_recompute, shares
 from sternway.schedule._costs import Costs, Placement
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class Schedule:
         n_microbatches: the number of microbatches in a step.
         placement: for each rank, the stages that it holds.
         actions: for each rank, its actions in order; for sharded stages, also their upkeep (see ``sharded``).
-        recompute: the stages that keep their inputs alone, and run their forward again at the start of I or B.
+        recompute: the stages that keep their inputs alone, and run their forward again at the start of I or B; or such
+            as ``(1, 0.5)`` for half of the blocks of stage 1.
         copies: how often the model is held. With 2, stages 0 to n/2 - 1 are one copy and run the first half of the
             microbatches; stages n/2 to n - 1 are the same layers again, and run the second half.
 
@@ -54,7 +56,7 @@ class Schedule:
     n_microbatches: int
     placement: Placement
     actions: tuple[tuple[Action | Overlap | Upkeep, ...], ...]
-    recompute: tuple[int, ...] = ()
+    recompute: Recompute = ()
     copies: int = 1
 
     def __post_init__(self) -> None:
@@ -78,7 +80,7 @@ class Schedule:
                 got=str(self.placement),
                 fix="give each stage to one rank, without gaps",
             )
-        object.__setattr__(self, "recompute", checked_stages("recompute", self.recompute, len(held)))
+        object.__setattr__(self, "recompute", checked_recompute(self.recompute, len(held)))
         copies = self.copies
         if type(copies) is not int or copies < 1 or len(held) % copies or self.n_microbatches % copies:
             raise ScheduleError(
@@ -142,9 +144,14 @@ class Schedule:
         upkeep = (step for steps in self.actions for step in steps if isinstance(step, Upkeep))
         return frozenset(step.stage for step in upkeep if step.op == "UNSHARD")
 
+    @property
+    def shares(self) -> dict[int, float]:
+        """The share of each stage that is recomputed, of those of which something is."""
+        return shares(self.recompute)
+
     def runs_again(self, step: Action | Overlap | Upkeep) -> bool:
-        """Return whether a step runs a forward again: I or B of a stage that is recomputed."""
-        return any(action.is_backward and action.stage in self.recompute for action in step.actions)
+        """Return whether a step runs a forward again: I or B of a stage of which some is recomputed."""
+        return any(action.is_backward and action.stage in self.shares for action in step.actions)
 
     def stage_ranks(self) -> tuple[int, ...]:
         """Return the rank of every stage, in order."""

@@ -20,6 +20,7 @@ from sternway.pipeline.transport._facts import checksum
 from sternway.pipeline.transport._transport import Transport
 from sternway.saved import Offload
 from sternway.schedule import Costs, Schedule
+from sternway.schedule.formats import show_recompute
 
 
 def agreed_plan(request: BuildRequest, transport: Transport) -> BuildPlan:
@@ -66,15 +67,11 @@ def make_stages(
             saved=saved if saved is None or isinstance(saved, AbstractContextManager) else saved(index),
             scale=None if scaler is None else scaler.scale,
             cuda_graphs=cuda_graphs,
-            recompute=plan.cut is None and index in plan.schedule.recompute,
+            recompute=plan.cut is None and index in plan.schedule.shares,
             offload=offload,
         )
         for index, module in sorted(plan.modules.items())
     }
-
-
-def _stages(indices: tuple[int, ...]) -> str:
-    return f"stage{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
 
 
 def make_tuner(
@@ -133,7 +130,7 @@ def describe(plan: BuildPlan, transport: Transport, nbytes: int) -> str:
         )
         lines.append(f"  planned   {1e3 * timeline.makespan:.2f} ms, bubble {timeline.bubble_rate:.1%}{memory}")
     if plan.room is not None:
-        again = f", blocks of {_stages(schedule.recompute)} computed again" if schedule.recompute else ""
+        again = f", blocks of stages {show_recompute(schedule.recompute)} computed again" if schedule.recompute else ""
         counts = {rank: len(schedule.moved(rank)) for rank in range(schedule.ranks)}
         away = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items() if count)
         again += f", microbatches offloaded: {away}" if away else ""

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from sternway.errors import PipelineError
+from sternway.pipeline.build._blocks import STATEFUL
 from sternway.pipeline.build._plan import BuildPlan
 from sternway.pipeline.build._request import BuildRequest, check_copies
-from sternway.pipeline.build._shadow import STATEFUL
 from sternway.pipeline.build._weights import is_empty
 from sternway.pipeline.step._microbatch import ChunkSpec
 from sternway.pipeline.step._scaler import GradScaler
@@ -155,7 +155,13 @@ def _check_mesh_of(name: str, parameter: DTensor, mesh: PipelineMesh | None, by_
 
 def check_recompute(plan: BuildPlan, cuda_graphs: bool) -> None:
     """Raise if a stage that was passed as it is cannot run its forward twice."""
-    for index in plan.schedule.recompute if plan.cut is None else ():
+    for index, share in plan.schedule.shares.items() if plan.cut is None else ():
+        if share < 1:
+            raise PipelineError(
+                "a stage that was passed as it is can be recomputed as a whole, not in part",
+                got=f"{share:g} of stage {index}",
+                fix=f"pass the whole model, or recompute={index}, or use torch.utils.checkpoint inside the stage",
+            )
         modules = list(plan.modules[index].modules()) if index in plan.modules else []
         stateful = next((type(module).__name__ for module in modules if isinstance(module, STATEFUL)), None)
         sharded = next((type(module).__name__ for module in modules if isinstance(module, FSDPModule)), None)

@@ -7,9 +7,8 @@ most is reached while some action runs.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,44 +20,16 @@ from sternway._torch import require
 from sternway._torch.memory import without_memory
 from sternway._tree import replace_leaves
 from sternway.errors import PipelineError, ScheduleError, SternwayError
-from sternway.pipeline.build._partition import Layout, arguments_of, lay_out
-from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, RankBytes, Shards, rank_bytes
+from sternway.pipeline.build._partition import arguments_of
+from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, Shards
 from sternway.pipeline.build._request import check_copies
-from sternway.pipeline.build._room import Room
-from sternway.pipeline.build._shadow import blank, own_or_total, recompute_blocks, shadow
-from sternway.pipeline.build._weigh import StageWeight, weigh
+from sternway.pipeline.build._shadow import blank, shadow
+from sternway.pipeline.build._ways import Way, WaysToTrain
+from sternway.pipeline.build._weigh import SHOWN, LargeTensor
 from sternway.pipeline.forward._record import sample_runs
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn
-from sternway.schedule import Costs, Schedule
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to train: a schedule, with or without recomputation.
-
-    Attributes:
-        schedule: the order of actions.
-        recompute: whether repeated blocks run under activation checkpointing.
-        ranks: what each rank holds.
-        time: of a step, over that of the same work without idle time and without recomputation.
-        moved: the most bytes that a rank offloads in a step. ``time`` is then that of a link which keeps up.
-    """
-
-    schedule: Schedule
-    recompute: bool
-    ranks: tuple[RankBytes, ...]
-    time: float
-    moved: int = 0
-
-    @property
-    def peak(self) -> int:
-        """The most bytes on any rank."""
-        return max(rank.total for rank in self.ranks)
-
-    def __str__(self) -> str:
-        moves = f", moving {show_bytes(self.moved)} of a rank" if self.moved else ""
-        return self.schedule.name + moves + (", recomputing blocks" if self.recompute else "")
+from sternway.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +40,21 @@ class Fit:
         ways: the ways to train, the fastest first.
         limit: the bytes that a rank has; None if no limit was given.
         parameters: how many numbers the model's parameters hold.
+        largest: its largest parameters.
+        changes: what twice as many ranks, and half as many rows in a microbatch, would make of the way that is shown;
+            nothing unless that was asked for.
     """
 
     ways: tuple[Way, ...]
     limit: int | None
     parameters: int
+    largest: tuple[LargeTensor, ...] = ()
+    changes: Mapping[str, Way] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> Way:
+        """The fastest way that fits; if none does, the smallest."""
+        return self.best or min(self.ways, key=lambda way: way.peak)
 
     @property
     def best(self) -> Way | None:
@@ -91,7 +72,7 @@ class Fit:
         if best is not None:
             of = "" if self.limit is None else f" of {show_bytes(self.limit)}"
             return f"It fits: {best} needs {show_bytes(best.peak)}{of} on the fullest rank." + self._faster(best)
-        smallest = min(self.ways, key=lambda way: way.peak)
+        smallest = self.shown
         rank = max(smallest.ranks, key=lambda rank: rank.total)
         kinds = {name: getattr(rank, name) for name in KINDS}
         largest = max(kinds, key=lambda name: kinds[name])
@@ -132,6 +113,7 @@ def fit(
     optimizer: str = "adamw",
     shards: int = 1,
     gathered: int | None = None,
+    what_if: bool = False,
 ) -> Fit:
     """Say how much memory each rank of a pipeline will need, without any of it.
 
@@ -145,8 +127,8 @@ def fit(
             matter.
         ranks: the number of ranks.
         n_microbatches: how many microbatches a step has.
-        memory: what each rank has: bytes, or text such as "80GB". Schedules that need more are also counted with as
-            many microbatches offloaded as make them fit.
+        memory: what each rank has: bytes, or text such as "80GB". Schedules that need more are also counted with as few
+            blocks recomputed, and with as many microbatches offloaded, as make them fit.
         schedule: the name of a schedule; all are tried by default.
         loss_fn: the loss at the end; by default the model's own, or the sum of its output.
         target: the target of the loss.
@@ -154,6 +136,7 @@ def fit(
         shards: over how many processes ``fully_shard`` shards the modules of each stage, all of them. They are counted
             as gathered and reduced in the dtype of the parameters.
         gathered: how many stages a rank keeps gathered at once, as for ``Pipeline``.
+        what_if: whether to count also with twice as many ranks, and with half as many rows in a microbatch.
 
     Raises:
         PipelineError: if the sample does not go through the model, or the model cannot be cut into so many stages.
@@ -184,16 +167,20 @@ def fit(
         arguments, keywords = arguments_of(replace_leaves(blank, sample))
         microbatch = Microbatch(arguments, keywords, target=0 if target is None else replace_leaves(blank, target))
         with sample_runs():
-            problem = _Problem(made, microbatch, loss_fn, OPTIMIZERS[optimizer], Shards(shards, gathered), limit)
-            ways = [way for recompute in (False, True) for way in problem.ways(plans, recompute)]
+            problem = WaysToTrain(made, microbatch, loss_fn, OPTIMIZERS[optimizer], Shards(shards, gathered), limit)
+            ways = list(problem.ways(plans))
+            found = Fit(tuple(sorted(ways, key=lambda way: way.time)), limit, 0)
+            changes = problem.changes(found.shown, n_microbatches) if what_if and ways else {}
         numbers = sum(parameter.numel() for parameter in made.parameters())
+        named = sorted(made.named_parameters(), key=lambda each: -each[1].nbytes)
+        largest = tuple(LargeTensor.of(*each) for each in named[:SHOWN])
     if not ways:
         raise PipelineError(
             f"the model must have at least {ranks} pieces that can be cut apart",
             got=f"{len(problem.layout.points)}",
             fix="use fewer ranks",
         )
-    return Fit(tuple(sorted(ways, key=lambda way: way.time)), limit, numbers)
+    return Fit(tuple(sorted(ways, key=lambda way: way.time)), limit, numbers, largest, changes)
 
 
 def _plans(names: Sequence[str], ranks: int, microbatches: int) -> Iterator[Schedule]:
@@ -229,66 +216,3 @@ def _called(build: Callable[[], Any], sample: Any) -> tuple[nn.Module, Any]:
             fix="return model, sample",
         )
     return model, sample
-
-
-class _Problem:
-    """A model without memory, and one microbatch."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        microbatch: Microbatch,
-        loss_fn: LossFn | None,
-        kept: float,
-        shards: Shards,
-        limit: int | None,
-    ) -> None:
-        self._model, self._microbatch, self._loss_fn = model, microbatch, loss_fn
-        self._kept, self._shards, self._limit = kept, shards, limit
-        sample = microbatch.keywords or microbatch.arguments
-        self.layout: Layout = lay_out(model, sample, wanted=2)
-        self._costs = [
-            sum(a.flops for a in each.actions.values()) for each in self._weights(range(len(self.layout.names)))
-        ]
-        self._ideal = 0.0
-
-    def ways(self, plans: Sequence[Schedule], recompute: bool) -> Iterator[Way]:
-        """One way for each schedule that places as many stages as the model can be cut into."""
-        if recompute and not recompute_blocks(self._model, self.layout, randomly=False):
-            return
-        for count in sorted({plan.num_stages for plan in plans}):
-            if count > len(self._costs):
-                continue
-            try:
-                weights = self._weights(self.layout.balanced(self._costs, count))
-            except PipelineError:
-                if recompute:  # blocks that cannot run again: as they are, they ran
-                    return
-                raise
-            if not recompute:
-                self._ideal = sum(each.actions[op].flops for each in weights for op in ("F", "I", "W"))
-            costs = Costs(**{op: [float(each.actions[op].flops) for each in weights] for op in "FIWB"})  # type: ignore[index,arg-type]
-            for plan in plans:
-                if plan.num_stages == count:
-                    way = self._way(plan, weights, costs, recompute)
-                    yield way
-                    if self._limit is not None and way.peak > self._limit and self._shards.count == 1:
-                        yield from self._moved(plan, weights, costs, recompute, self._limit)
-
-    def _weights(self, starts: Sequence[int]) -> list[StageWeight]:
-        return weigh(self.layout.cut(self._model, starts).parts(), self._microbatch, self._loss_fn or own_or_total)
-
-    def _way(self, plan: Schedule, weights: list[StageWeight], costs: Costs, recompute: bool) -> Way:
-        ideal = self._ideal * plan.n_microbatches / plan.ranks
-        ranks = rank_bytes(plan, weights, self._kept, self._shards)
-        moved = [sum(weights[stage].moved for stage, _ in plan.moved(rank)) for rank in range(plan.ranks)]
-        return Way(plan, recompute, ranks, plan.simulate(costs).period / ideal, max(moved))
-
-    def _moved(
-        self, plan: Schedule, weights: list[StageWeight], costs: Costs, recompute: bool, limit: int
-    ) -> Iterator[Way]:
-        """The same schedule with microbatches offloaded, if that makes it fit."""
-        room = Room(limit, weights, None, rate=math.inf, optimizer=self._kept)
-        for each in room.moved([plan], room.costs(costs, plan.ranks)):
-            if room.fits(each):
-                yield self._way(each, weights, costs, recompute)

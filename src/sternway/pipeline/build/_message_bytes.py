@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+from sternway.pipeline.build._weigh import StageWeight
 from sternway.pipeline.transport._carrier import GlooCarrier
 from sternway.pipeline.transport._order import answers, expected
 from sternway.pipeline.transport._routes import MessageKey, Routes
-from sternway.schedule import Schedule
+from sternway.schedule import Action, Schedule
 
 
-def message_bytes(plan: Schedule, rank: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+def message_bytes(plan: Schedule, rank: int, weights: Sequence[StageWeight]) -> Iterator[tuple[int, int]]:
     """For each step of a rank in training, the bytes beside what its actions take and leave, and those kept for more.
 
     Messages are asked for ahead. A gradient that was sent is kept until it is known to have arrived; an activation is
     kept for its backward anyway. What a stage passes to another one of its rank is no copy, which its F would be.
-    Memory that was received into is used again for later messages, and stays until the end of the step.
+    Memory that was received into is used again for later messages, once the stage no longer needs it: after its
+    backward, or after W, if that needs it. It stays until the end of the step.
 
     Args:
         plan: the schedule.
         rank: the rank.
-        sizes: the bytes of what each stage receives in F, and sends back in I.
+        weights: what the stages take; of each, the bytes of what it receives in F, and sends back in I.
     """
     routes, rank_of = Routes(plan.num_stages, {}), plan.stage_ranks()
     queues = [list(keys) for keys in expected(plan, routes, True, rank).values()]
@@ -32,7 +34,7 @@ def message_bytes(plan: Schedule, rank: int, sizes: Sequence[int]) -> Iterator[t
     most = 0  # that were received into at once
 
     def size(keys: Iterator[MessageKey]) -> int:
-        return sum(sizes[max(key.source, key.target)] for key in keys)
+        return sum(weights[max(key.source, key.target)].message for key in keys)
 
     for step in plan.actions[rank]:
         for key in (key for action in step.actions for key in routes.received(action)):
@@ -48,8 +50,15 @@ def message_bytes(plan: Schedule, rank: int, sizes: Sequence[int]) -> Iterator[t
         now = ahead + size(iter(in_use))
         most = max(most, now)
         yield ahead + size(iter(kept)) - size(iter(shared)), most - now
-        turned = {(action.stage, action.microbatch) for action in step.actions if action.is_backward}
-        in_use = {key for key in in_use if (key.target, key.microbatch) not in turned}
+        in_use = {key for key in in_use if not any(_is_last(action, key, weights) for action in step.actions)}
         for key in (key for action in step.actions for key in routes.sent(action) if key.is_gradient):
             kept.add(key)
             shared.discard(key.back)
+
+
+def _is_last(action: Action, key: MessageKey, weights: Sequence[StageWeight]) -> bool:
+    """Whether an action is the last one that needs what was received."""
+    if (action.stage, action.microbatch) != (key.target, key.microbatch) or action.op == "F":
+        return False
+    each = weights[action.stage]
+    return action.op != "I" or not (each.gradient_waits if key.is_gradient else each.input_waits)

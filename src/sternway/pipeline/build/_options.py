@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from sternway import schedule as schedules
 from sternway.errors import PipelineError
+from sternway.pipeline.build._blocks import recomputing
 from sternway.pipeline.build._measure import agreed_costs, measure
 from sternway.pipeline.build._offload import agreed_rate, moves
 from sternway.pipeline.build._partition import Layout, lay_out, weights
@@ -19,7 +20,6 @@ from sternway.pipeline.build._profile import Profile
 from sternway.pipeline.build._rehearse import Rehearsal
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._room import Limit, Recompute, Room, cost_of, no_room, rooms
-from sternway.pipeline.build._shadow import recomputing
 from sternway.pipeline.build._shard_stage import shard_stages_of
 from sternway.pipeline.build._weights import on_zeros
 from sternway.pipeline.forward._part import ModelPart
@@ -85,7 +85,7 @@ def draft_plans(request: BuildRequest, transport: Transport) -> Draft | None:
     if not fitting:
         smallest = min(options, key=lambda option: option.room.peak(option.schedule) if option.room else 0)
         assert smallest.room is not None
-        raise no_room(request.memory, smallest.room.ranks(smallest.schedule), smallest.schedule)
+        raise no_room(smallest.room, smallest.schedule, smallest.costs)
     return Draft(layout, measured, fitting)
 
 
@@ -129,7 +129,7 @@ def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOpt
     options = sorted(draft.options, key=lambda option: option.cost())[:_REHEARSED]
     for option in options:
         model = request.stages if shard is None else copy.deepcopy(request.stages)
-        with recomputing(model, draft.layout, option.starts, option.schedule.recompute):
+        with recomputing(model, draft.layout, option.starts, option.schedule.shares):
             cut = draft.layout.cut(model, option.starts)
             parts = {index: ModelPart(cut, index) for index in stages_here(request, transport, option.schedule)}
             if shard is not None:
@@ -278,7 +278,8 @@ def _agreed_rooms(
         if request.sample is None:
             raise PipelineError("memory needs a sample, on the first rank", got="none", fix="pass sample=")
         sample, target, loss_fn, shards = request.sample, request.sample_target, request.loss_fn, request.shards
-        return rooms(model, layout, ways, limit, sample, target, loss_fn, shards, rate)
+        asked = request.schedule.shares if isinstance(request.schedule, Schedule) else {}
+        return rooms(model, layout, ways, limit, sample, target, loss_fn, shards, rate, asked)
 
     if not transport.mine:
         return count()

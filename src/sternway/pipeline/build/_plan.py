@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from sternway.errors import PipelineError
+from sternway.pipeline.build._blocks import recompute_stages
 from sternway.pipeline.build._offload import moves
 from sternway.pipeline.build._options import Draft, PlanOption, limit_of, schedule_of, stages_here
 from sternway.pipeline.build._partition import lay_out, layout_of, weights
 from sternway.pipeline.build._profile import Profile
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._room import Room
-from sternway.pipeline.build._shadow import recompute_stages
 from sternway.pipeline.build._weights import fill
 from sternway.pipeline.forward._part import CutModel, ModelPart
 from sternway.pipeline.transport._transport import Transport
@@ -90,7 +90,7 @@ def _from_model(
 ) -> BuildPlan:
     """A whole model: cut it, and keep this process's stages."""
     layout, measured = draft.layout, draft.measured
-    recompute_stages(model, layout, best.starts, best.schedule.recompute)
+    recompute_stages(model, layout, best.starts, best.schedule.shares)
     cut = layout.cut(model, best.starts)
     here = stages_here(request, transport, best.schedule)
     if request.weights is not None:

@@ -81,7 +81,7 @@ def bytes_of_rank(
     mine = [weights[stage] for stage in plan.placement[rank]]
     held, whole, most = 0, _Gathered(shards, weights), (0, 0, 0)
     moved = plan.moved(rank)
-    messages = list(message_bytes(plan, rank, [each.message for each in weights]))
+    messages = list(message_bytes(plan, rank, weights))
     for step, around in zip(plan.actions[rank], map(sum, messages), strict=True):
         if isinstance(step, Upkeep):
             if step.microbatch is not None:

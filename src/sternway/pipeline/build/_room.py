@@ -8,9 +8,9 @@ more, action by action.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from torch import nn
@@ -19,13 +19,14 @@ from sternway._bytes import show_bytes
 from sternway._torch.memory import without_memory
 from sternway._tree import replace_leaves
 from sternway.errors import PipelineError, ScheduleError
+from sternway.pipeline.build._blocks import Levels, counted, weigh_again
 from sternway.pipeline.build._partition import Layout, arguments_of
 from sternway.pipeline.build._rank_bytes import KINDS, OPTIMIZERS, RankBytes, Shards, bytes_of_rank, rank_bytes
-from sternway.pipeline.build._shadow import blank, own_or_total, recompute_blocks, shadow
+from sternway.pipeline.build._shadow import blank, own_or_total, shadow
 from sternway.pipeline.build._weigh import StageWeight, weigh
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn
-from sternway.schedule import Costs, Schedule, fuse, make, names, offloaded, sharded
+from sternway.schedule import Costs, Schedule, fuse, make, names, offloaded, recomputed, sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Room:
     Attributes:
         limit: the bytes of a rank.
         weights: what each stage takes.
-        again: what each takes if the blocks that the model repeats are recomputed; None if there are none.
+        again: what each takes if blocks are recomputed that the model repeats, for some numbers of them.
         shards: how parameters are sharded; None if they are not.
         rate: the bytes in a unit of time of a link over which microbatches may be offloaded; None if none may be.
         optimizer: how many times the bytes that it trains an optimizer keeps.
@@ -43,24 +44,48 @@ class Room:
 
     limit: int
     weights: list[StageWeight]
-    again: list[StageWeight] | None
+    again: Levels
     shards: Shards | None = None
     rate: float | None = None
     optimizer: float = OPTIMIZERS["adamw"]
 
     def ranks(self, plan: Schedule) -> tuple[RankBytes, ...]:
         """What each rank holds under a plan when it holds most."""
-        return rank_bytes(plan, self._chosen(plan), self.optimizer, self.shards)
+        return rank_bytes(plan, self.chosen(plan), self.optimizer, self.shards)
 
-    def _chosen(self, plan: Schedule) -> list[StageWeight]:
-        return [
-            self.again[stage] if self.again is not None and stage in plan.recompute else weight
-            for stage, weight in enumerate(self.weights)
-        ]
+    def chosen(self, plan: Schedule) -> list[StageWeight]:
+        """What each stage takes under a plan."""
+        found = list(self.weights)
+        for stage, share in plan.shares.items():
+            counts = self.again[stage]
+            found[stage] = counts[counted(share, max(counts))] if counts else found[stage]
+        return found
+
+    @property
+    def everything(self) -> tuple[int, ...]:
+        """The stages with blocks that can be recomputed."""
+        return tuple(stage for stage, counts in enumerate(self.again) if counts)
+
+    def in_words(self, plan: Schedule) -> str:
+        """A plan's name, and what of the blocks it recomputes."""
+        again = self.recomputes(plan)
+        return plan.name + (f", recomputing {again}" if again else "")
+
+    def recomputes(self, plan: Schedule) -> str:
+        """What of the blocks a plan recomputes; nothing if it recomputes none."""
+        blocks = [max(counts, default=0) for counts in self.again]
+        some = sum(counted(share, blocks[stage]) for stage, share in plan.shares.items())
+        return "" if not some else "blocks" if some == sum(blocks) else f"{some} of {sum(blocks)} blocks"
+
+    def nearest(self, plan: Schedule, costs: Costs) -> Schedule | None:
+        """The fastest named schedule of as many stages that fits, with as little recomputed as that takes."""
+        others = (each for each in _named(plan, anywhere=True) if each.name != plan.name)
+        fitting = [each for each in (self._fewest(other, costs) for other in others) if self.fits(each)]
+        return min(fitting, key=lambda each: cost_of(self.upkept(each), costs), default=None)
 
     def rank_fits(self, plan: Schedule, rank: int) -> bool:
         """Whether one rank holds no more than it has."""
-        return bytes_of_rank(plan, rank, self._chosen(plan), self.optimizer, self.shards).total <= self.limit
+        return bytes_of_rank(plan, rank, self.chosen(plan), self.optimizer, self.shards).total <= self.limit
 
     def upkept(self, plan: Schedule) -> Schedule:
         """A plan with the upkeep that is counted."""
@@ -87,13 +112,13 @@ class Room:
         if self.rate is not None:
             stays = units(each.actions["F"].left - each.freed for each in self.weights)
             costs = replace(costs, offload=[each.moved / self.rate for each in self.weights], memory_offloaded=stays)
-        if self.again is None:
-            return costs
-        inputs = [each.actions["F"].left for each in self.again]
-        backward = [each.actions["B"].peak for each in self.again]
-        beyond = [max(0, most - _working(each)) for most, each in zip(backward, self.weights, strict=True)]
+        most = [counts[max(counts)] if counts else own for counts, own in zip(self.again, self.weights, strict=True)]
+        inputs = [each.actions["F"].left for each in most]
+        backward = [each.actions["B"].peak for each in most]
+        beyond = [max(0, peak - _working(each)) for peak, each in zip(backward, self.weights, strict=True)]
         whole = [sum(both) for both in zip(inputs, beyond, strict=True)]
-        return replace(costs, memory_input=units(inputs), memory_again=units(whole))
+        blocks = [max(counts, default=0) for counts in self.again]
+        return replace(costs, memory_input=units(inputs), memory_again=units(whole), blocks=blocks)
 
     def limits(self, plan: Schedule, costs: Costs) -> list[float]:
         """What each rank of a plan has left for what its stages keep, in units of these costs."""
@@ -113,24 +138,22 @@ class Room:
         limits = [min(most, limit) for limit in self.limits(ample, costs)]
         plans = [ample]
         if not self.fits(ample):
-            everything = tuple(sorted(self._gain()))
             try:
-                plans.append(self._found(find, limits))
+                plans.append(self._found(find, limits, costs))
                 if not self.fits(plans[-1]):  # by a few messages, which the limits do not know
-                    plans.append(self._found(find, self._tighter(plans[-1], limits, costs)))
+                    plans.append(self._found(find, self._tighter(plans[-1], limits, costs), costs))
             except ScheduleError:  # not even one microbatch, by this count, which is a little too high
                 limits = [most] * len(limits)
-            named = [replace(plan, recompute=same) for plan in _named(ample) for same in {(), everything}]
-            ways = [*named, *(replace(ample, recompute=same) for same in {(), everything})]
+            named = [each for plan in _named(ample) for each in (plan, self._fewest(plan, costs))]
+            ways = [*named, ample, self._fewest(ample, costs)]
             plans += [*named, *self.moved((fuse(plan, costs) for plan in ways), costs)]
         best = self._best([each for plan in plans for each in (fuse(plan, costs), plan)], costs)
         peaks = best.simulate(costs).peaks
         return best, [max(both) for both in zip(limits, peaks, strict=True)]
 
-    def _found(self, find: Find, limits: Sequence[float]) -> Schedule:
-        """What a search finds within the limits, of which stages without blocks are not recomputed."""
-        found = find(limits, "auto" if self._gain() else ())
-        return replace(found, recompute=tuple(sorted(self._gain().intersection(found.recompute))))
+    def _found(self, find: Find, limits: Sequence[float], costs: Costs) -> Schedule:
+        """What a search finds within the limits, of which no more is recomputed than its bytes ask for."""
+        return recomputed(find(limits, "auto" if any(self.again) else ()), costs, fits=self.rank_fits)
 
     def _tighter(self, plan: Schedule, limits: Sequence[float], costs: Costs) -> list[float]:
         """The limits, less what each rank of a plan has too much."""
@@ -153,14 +176,8 @@ class Room:
                 made = offloaded(plan, costs, memory_limit=None)
             yield replace(made, name=f"{made.name}-offloaded")
 
-    def _gain(self) -> set[int]:
-        """The stages that hold something else if they are recomputed: those with blocks that can be."""
-        if self.again is None:
-            return set()
-        return {stage for stage, both in enumerate(zip(self.weights, self.again, strict=True)) if both[0] != both[1]}
-
     def lightest(self, plan: Schedule, costs: Costs) -> Schedule:
-        """A given order of actions with as few stages recomputed as fit, or microbatches offloaded if that is faster.
+        """A given order of actions with as little recomputed as fits, or microbatches offloaded if that is faster.
 
         If neither makes it fit, the smallest. What the plan itself recomputes or offloads is left as it is.
         """
@@ -170,13 +187,8 @@ class Room:
         return self._best([again, *self.moved({plan.recompute: plan, again.recompute: again}.values(), costs)], costs)
 
     def _fewest(self, plan: Schedule, costs: Costs) -> Schedule:
-        """The plan with as few stages recomputed as fit; with all, if even that does not fit."""
-        chosen = sorted(self._gain())
-        for stage in sorted(chosen, key=lambda stage: -costs.per_stage(plan.placement).F[stage]):
-            fewer = replace(plan, recompute=tuple(each for each in chosen if each != stage))
-            if self.fits(fewer):
-                chosen.remove(stage)
-        return replace(plan, recompute=tuple(chosen))
+        """The plan with as little recomputed as fits; with all blocks of ranks that even then do not fit."""
+        return recomputed(replace(plan, recompute=self.everything), costs, fits=self.rank_fits)
 
 
 Limit = float | Sequence[float]
@@ -185,14 +197,14 @@ Find = Callable[[Limit, Recompute], Schedule]
 """Searches within a limit of memory, with these stages recomputed."""
 
 
-def _named(like: Schedule) -> Iterator[Schedule]:
-    """The named schedules that place as many stages in the same way."""
+def _named(like: Schedule, *, anywhere: bool = False) -> Iterator[Schedule]:
+    """The named schedules that place as many stages, in the same way or, with ``anywhere``, in another."""
     for name in names():
         try:
             made = make(name, ranks=like.ranks, microbatches=like.n_microbatches)
         except ScheduleError:  # it does not exist for these numbers
             continue
-        if made.placement == like.placement:
+        if made.placement == like.placement or (anywhere and made.num_stages == like.num_stages):
             yield made
 
 
@@ -217,32 +229,41 @@ def rooms(
     loss_fn: LossFn | None,
     shards: Shards | None = None,
     rate: float | None = None,
+    asked: Mapping[int, float] | None = None,
 ) -> list[Room]:
-    """For each way to cut the model, the room of its stages."""
+    """For each way to cut the model, the room of its stages; ``asked`` are shares that a schedule recomputes."""
     with without_memory():
         made = shadow(model)
         arguments, keywords = arguments_of(replace_leaves(blank, sample))
         microbatch = Microbatch(arguments, keywords, target=0 if target is None else replace_leaves(blank, target))
         loss = loss_fn if loss_fn is not None and target is not None else own_or_total
 
-        def weighed() -> list[list[StageWeight]]:
-            return [weigh(layout.cut(made, way).parts(), microbatch, loss) for way in ways]
+        found = []
+        for way in ways:
+            weighed = partial(_weighed, made, layout, way, microbatch, loss)
+            plain = weighed()
+            again = weigh_again(made, layout, way, plain, weighed, asked=asked)
+            found.append(Room(limit, plain, again, shards, rate))
+    return found
 
-        plain = weighed()
-        again: Sequence[list[StageWeight] | None] = [None] * len(plain)
-        with suppress(PipelineError):  # from blocks that cannot run again, since as they are they ran
-            again = weighed() if recompute_blocks(made, layout, randomly=False) else again
-    return [Room(limit, *both, shards, rate) for both in zip(plain, again, strict=True)]
+
+def _weighed(
+    model: nn.Module, layout: Layout, starts: Sequence[int], microbatch: Microbatch, loss_fn: LossFn
+) -> list[StageWeight]:
+    return weigh(layout.cut(model, starts).parts(), microbatch, loss_fn)
 
 
-def no_room(limit: int, smallest: tuple[RankBytes, ...], plan: Schedule) -> PipelineError:
-    """The error if nothing fits: what the smallest plan needs, and of what."""
-    name = plan.name + (", recomputing blocks" if plan.recompute else "")
+def no_room(room: Room, plan: Schedule, costs: Costs) -> PipelineError:
+    """The error if nothing fits: what the smallest plan needs, and of what; and the nearest one that fits."""
+    limit, smallest, name = room.limit, room.ranks(plan), room.in_words(plan)
     rank = max(range(len(smallest)), key=lambda index: smallest[index].total)
     fullest = smallest[rank]
     parts = ", ".join(f"{kind} {show_bytes(getattr(fullest, kind))}" for kind in KINDS if getattr(fullest, kind))
     most = max(KINDS, key=lambda kind: int(getattr(fullest, kind)))
     fix = "use smaller microbatches" if most in ("activations", "working") else "use more ranks"
+    if (near := room.nearest(plan, costs)) is not None:
+        again = f", recomputing {room.recomputes(near)}" if near.recompute else ""
+        fix = f'pass schedule="{near.name}", which needs {show_bytes(room.peak(near))}{again}'
     return PipelineError(
         f"the pipeline must fit into memory={show_bytes(limit)} on every rank",
         got=f"{show_bytes(fullest.total)} on rank {rank} under {name}: {parts}",

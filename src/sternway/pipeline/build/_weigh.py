@@ -6,8 +6,10 @@ same parameters' shapes and the same messages, are counted once: of a model of e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -19,7 +21,9 @@ from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn, Stage, tensors_anyway
 from sternway.pipeline.transport._payload import Payload, Spec
 
+Watched = weakref.ref[torch.UntypedStorage]
 Op = Literal["F", "I", "W", "B"]
+SHOWN = 3  # of the largest tensors
 _CPU = torch.device("cpu")
 
 
@@ -39,6 +43,30 @@ class ActionWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class LargeTensor:
+    """A tensor that takes much, or several that look alike.
+
+    Attributes:
+        what: the name of a parameter, or "activation".
+        shape: its shape.
+        dtype: its dtype, as text.
+        nbytes: the bytes of each.
+        count: how many there are.
+    """
+
+    what: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    count: int = 1
+
+    @classmethod
+    def of(cls, what: str, tensor: Tensor) -> LargeTensor:
+        """That of a tensor."""
+        return cls(what, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
 class StageWeight:
     """What a stage takes for one microbatch.
 
@@ -52,6 +80,9 @@ class StageWeight:
         freed: of what F leaves, the bytes that leave the device if the microbatch is offloaded. What the stage has
             received and what it sends stay.
         moved: the bytes that then come back: with ``freed``, copies of outputs that the stage itself needs.
+        input_waits: whether W needs what F received.
+        gradient_waits: whether W needs what I received.
+        kept: the largest tensors that F keeps, parameters and messages apart.
     """
 
     parameters: int
@@ -62,11 +93,15 @@ class StageWeight:
     largest: int = 0
     freed: int = 0
     moved: int = 0
+    input_waits: bool = False
+    gradient_waits: bool = False
+    kept: tuple[LargeTensor, ...] = ()
 
 
 def weigh(parts: Sequence[nn.Module], microbatch: Microbatch, loss_fn: LossFn | None) -> list[StageWeight]:
     """What each stage takes. Its tensors must be without memory."""
     known: dict[Any, StageWeight] = {}
+    passed: dict[Any, dict[str, Spec]] = {}  # what stages send that look alike and receive the same
     received: dict[str, Spec] = {}
     found = []
     for index, part in enumerate(parts):
@@ -76,13 +111,16 @@ def weigh(parts: Sequence[nn.Module], microbatch: Microbatch, loss_fn: LossFn | 
         if looks not in known:
             known[looks] = scale.weigh()
         found.append(known[looks])
-        received = scale.sent()
+        same = looks, repr(received)
+        if same not in passed:
+            passed[same] = scale.sent()
+        received = passed[same]
     return found
 
 
 def _looks(part: nn.Module, received: dict[str, Spec], is_last: bool) -> Any:
-    """What decides how much a stage takes: its modules, its parameters' shapes, and what it receives."""
-    modules = tuple(type(module).__qualname__ for module in part.modules())
+    """What decides how much a stage takes: modules, which are recomputed, parameters' shapes, and what it receives."""
+    modules = tuple((type(module).__qualname__, "forward" in vars(module)) for module in part.modules())
     tensors = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in (*part.parameters(), *part.buffers()))
     return modules, tensors, tuple((name, spec.tensors) for name, spec in received.items()), is_last
 
@@ -94,6 +132,8 @@ class _Scale:
         self._stage, self._microbatch, self._received = stage, microbatch, received
         self._counter = OperationCounter()
         self._sent: dict[str, Spec] = {}
+        self._inputs: list[Watched] = []  # what it has received in F, and in its backward
+        self._grads: list[Watched] = []
 
     def sent(self) -> dict[str, Spec]:
         """What the stage sends in F."""
@@ -110,27 +150,31 @@ class _Scale:
                 action()
             actions["F"] = self._action(self._forward)
             actions["I"] = self._action(self._input)
+            waits = _live(self._inputs), _live(self._grads)
             actions["W"] = self._action(self._weight)
             self._forward()
             actions["B"] = self._action(self._whole)
-        freed, moved = self._moves()
+        freed, moved, kept = self._moves()
         parameters = list(module.parameters())
         gradients = storage_bytes(p for p in parameters if p.requires_grad)
         for parameter in parameters:
             parameter.grad = None
         self._stage.clear()
         message = sum(each.nbytes for spec in self._received.values() for each in _empty(spec))
-        kept = storage_bytes([*parameters, *module.buffers()])
-        buffers = kept - storage_bytes(parameters)
+        held = storage_bytes([*parameters, *module.buffers()])
+        buffers = held - storage_bytes(parameters)
         largest = max((storage_bytes(each.parameters()) for each in _called(module)), default=0)
-        return StageWeight(kept, gradients, message, actions, buffers, largest, freed, moved)
+        return StageWeight(held, gradients, message, actions, buffers, largest, freed, moved, *waits, kept)
 
-    def _moves(self) -> tuple[int, int]:
-        """The bytes that leave the device with a microbatch, and those that come back."""
+    def _moves(self) -> tuple[int, int, tuple[LargeTensor, ...]]:
+        """The bytes that leave the device with a microbatch, those that come back, and the largest tensors of them."""
         saved: dict[int, int] = {}
+        looks: dict[int, LargeTensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            saved.update(storage_sizes([tensor]))
+            for key, size in storage_sizes([tensor]).items():
+                saved[key] = size
+                looks[key] = replace(LargeTensor.of("activation", tensor), nbytes=size)
             return tensor.detach()
 
         received = self._arriving()
@@ -142,7 +186,8 @@ class _Scale:
         moved = {key: size for key, size in saved.items() if key not in own}
         stays = storage_sizes(self._stage.sent_tensors(0))
         self._stage.clear()
-        return sum(size for key, size in moved.items() if key not in stays), sum(moved.values())
+        kept = largest_of(looks[key] for key in moved)
+        return sum(size for key, size in moved.items() if key not in stays), sum(moved.values()), kept
 
     def _action(self, run: Callable[[], None]) -> ActionWeight:
         counter = self._counter
@@ -155,7 +200,9 @@ class _Scale:
         return {name: (spec, _empty(spec)) for name, spec in self._received.items()}
 
     def _forward(self) -> None:
-        sent = self._stage.forward(0, self._microbatch, self._arriving(), keep_output=False)
+        received = self._arriving()
+        self._inputs = _watched(each for _, tensors in received.values() for each in tensors)
+        sent = self._stage.forward(0, self._microbatch, received, keep_output=False)
         self._sent = {name: spec for name, (spec, _) in sent.items()}
 
     def _input(self) -> None:
@@ -168,7 +215,18 @@ class _Scale:
         self._stage.backward(0, self._gradients())
 
     def _gradients(self) -> dict[str, list[Tensor]]:
-        return {name: _empty(spec.gradients()) for name, spec in self._sent.items()}
+        made = {name: _empty(spec.gradients()) for name, spec in self._sent.items()}
+        self._grads = _watched(each for tensors in made.values() for each in tensors)
+        return made
+
+
+def largest_of(tensors: Iterable[LargeTensor]) -> tuple[LargeTensor, ...]:
+    """The largest of these, of which those that look alike are put together."""
+    counts: Counter[LargeTensor] = Counter()
+    for each in tensors:
+        counts[replace(each, count=1)] += each.count
+    largest = sorted(counts, key=lambda each: -each.nbytes)[:SHOWN]
+    return tuple(replace(each, count=counts[each]) for each in largest)
 
 
 def _called(part: nn.Module) -> Iterator[nn.Module]:
@@ -178,6 +236,15 @@ def _called(part: nn.Module) -> Iterator[nn.Module]:
             yield from _called(child)
         else:
             yield child
+
+
+def _watched(tensors: Iterable[Tensor]) -> list[Watched]:
+    """The storages of tensors, which are not held."""
+    return [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
+
+
+def _live(storages: Iterable[Watched]) -> bool:
+    return any(each() is not None for each in storages)
 
 
 def _empty(spec: Spec) -> list[Tensor]:

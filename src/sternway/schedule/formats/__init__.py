@@ -1,5 +1,6 @@
 """Reading, writing and drawing schedules and timelines: CSV, JSON, Chrome trace, SVG, HTML and terminal."""
 
+from sternway.schedule._again import show_recompute
 from sternway.schedule.formats._chrome_trace import to_chrome_trace
 from sternway.schedule.formats._csv import from_csv, to_csv
 from sternway.schedule.formats._json import from_json, to_json
@@ -15,6 +16,7 @@ __all__ = [
     "from_csv",
     "from_json",
     "lane_run",
+    "show_recompute",
     "to_chrome_trace",
     "to_csv",
     "to_json",

@@ -67,8 +67,9 @@ def from_json(text: str) -> Schedule:
     placement = tuple(map(tuple, _rows("placement", data["placement"], int)))
     rows = _rows("actions", data["actions"], str)
     actions = [[_step(cell, rank, step) for step, cell in enumerate(row)] for rank, row in enumerate(rows)]
-    (recompute,) = _rows("recompute", [data.get("recompute", [])], int)
-    return Schedule(name, microbatches, placement, tuple(map(tuple, actions)), tuple(recompute), data.get("copies", 1))
+    again, copies = data.get("recompute", []), data.get("copies", 1)
+    ScheduleError.unless(isinstance(again, list), "recompute must be a list of stages", again, _FIX)
+    return Schedule(name, microbatches, placement, tuple(map(tuple, actions)), tuple(again), copies)
 
 
 def _step(cell: str, rank: int, step: int) -> Step:

@@ -9,6 +9,7 @@ from itertools import islice
 
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Overlap, Upkeep
+from sternway.schedule._again import show_recompute
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._simulate import LINKS
 from sternway.schedule._timeline import Event, Timeline
@@ -72,7 +73,7 @@ def describe_size(schedule: Schedule) -> str:
         (schedule.num_stages, "stage", "stages"),
     )
     words = (f"{count} {one if count == 1 else several}" for count, one, several in counts)
-    some = ", ".join(map(str, schedule.recompute))
+    some = show_recompute(schedule.recompute)
     more = f" in {schedule.copies} copies of the model" if schedule.copies > 1 else ""
     return f"{schedule.name}: {', '.join(words)}{more}" + (f"; recomputed: {some}" if some else "")
 

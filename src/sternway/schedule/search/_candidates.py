@@ -89,9 +89,9 @@ def _plans(
             gathered=gathered if held else None,
         )
     except ScheduleError:
-        if not moves:
+        if not moves and not running.recompute:
             raise
-        searched = running  # not even one microbatch stays, and what moves is of other plans
+        searched = running  # not even one microbatch, by a count that is a little too high, or with none that moves
     if searched.placement == running.placement:
         yield searched
     for name in names():

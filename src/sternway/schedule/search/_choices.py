@@ -1,43 +1,68 @@
-"""What could be recomputed: all sets of stages if there are few, and else those in which ranks do alike."""
+"""What could be recomputed: every share of every stage if that is not much, and else what ranks do alike."""
 
-from collections.abc import Iterator
-from itertools import combinations, product
+import math
+from collections.abc import Iterator, Sequence
+from itertools import product
 
-from sternway.schedule._costs import Placement
+from sternway.schedule._again import Recompute, shares
+from sternway.schedule._costs import Costs, Placement
 
-Choice = tuple[int, ...]
-
-_ALL = 8  # stages
-
-
-def are_all(placement: Placement) -> bool:
-    """Return whether ``choices`` has every set of these stages."""
-    return sum(map(len, placement)) <= _ALL
+_ALL = 2**8
 
 
-def choices(placement: Placement) -> list[Choice]:
+def are_all(placement: Placement, costs: Costs) -> bool:
+    """Return whether ``choices`` has every share of these stages."""
+    return math.prod(len(each) for each in _levels(placement, costs)) <= _ALL
+
+
+def choices(placement: Placement, costs: Costs) -> list[Recompute]:
     """Return what could be recomputed, from nothing to everything.
 
     Example:
-        >>> choices(((0,), (1,)))
+        >>> choices(((0,), (1,)), Costs())
         [(), (0,), (1,), (0, 1)]
+        >>> choices(((0,),), Costs(blocks=2))
+        [(), ((0, 0.5),), (0,)]
     """
-    count = sum(map(len, placement))
-    if are_all(placement):
-        return [choice for size in range(count + 1) for choice in combinations(range(count), size)]
-    found = {(): None, tuple(range(count)): None} | dict.fromkeys(_alike(placement))
-    return sorted(found, key=lambda choice: (len(choice), choice))
+    each = _levels(placement, costs)
+    count = len(each)
+    if are_all(placement, costs):
+        found = {_choice(enumerate(chosen)): None for chosen in product(*each)}
+    else:
+        found = {(): None, everything(costs, count): None} | dict.fromkeys(_alike(placement, each))
+    return sorted(found, key=lambda choice: (len(choice), amount(choice), [*shares(choice)]))
 
 
-def _alike(placement: Placement) -> Iterator[Choice]:
-    """Yield choices in which the first ranks recompute stages in the same places, such as their first one."""
+def everything(costs: Costs, num_stages: int) -> Recompute:
+    """Return all stages that can be recomputed."""
+    return tuple(stage for stage, some in enumerate(costs.levels(num_stages)) if some)
+
+
+def amount(choice: Recompute) -> float:
+    """Return how much is recomputed, in stages."""
+    return math.fsum(shares(choice).values())
+
+
+def _levels(placement: Placement, costs: Costs) -> list[tuple[float, ...]]:
+    """Return for each stage the shares that can be recomputed, from none on."""
+    return [(0.0, *some) for some in costs.levels(sum(map(len, placement)))]
+
+
+def _choice(chosen: Iterator[tuple[int, float]]) -> Recompute:
+    return tuple(stage if share == 1 else (stage, share) for stage, share in chosen if share)
+
+
+def _alike(placement: Placement, each: Sequence[Sequence[float]]) -> Iterator[Recompute]:
+    """Yield choices in which the first ranks recompute as much of stages in the same places, such as their first."""
     places = range(max(map(len, placement)))
     some = [
         [place for place, yes in zip(places, which, strict=True) if yes]
         for which in product((False, True), repeat=min(len(places), 4))
         if len(places) <= 4
     ] or [[place] for place in places]
+    steps = sorted({share for shares_of in each for share in shares_of if share})
     for ranks in range(1, len(placement) + 1):
-        for which in [*some, list(places)]:
+        for which, most in product([*some, list(places)], steps):
             held = [sorted(stages) for stages in placement[:ranks]]
-            yield tuple(sorted(stages[place] for stages in held for place in which if place < len(stages)))
+            chosen = sorted(stages[place] for stages in held for place in which if place < len(stages))
+            yield _choice((stage, max(share for share in each[stage] if share <= most)) for stage in chosen)

@@ -13,11 +13,13 @@ from pathlib import Path
 
 from sternway._bytes import show_bytes
 from sternway.errors import ScheduleError
+from sternway.schedule._again import show_recompute
 from sternway.schedule._costs import EPSILON, Costs
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._timeline import Timeline
 from sternway.schedule._upkeep import sharded as add_upkeep
 from sternway.schedule.named._make import make, names
+from sternway.schedule.search._choices import everything
 from sternway.schedule.search._gathered import gathered_within, step_time, within_limit
 from sternway.schedule.search._hunt import Progress, part_of
 from sternway.schedule.search._lower_bound import bound, least_bound
@@ -154,7 +156,7 @@ class Comparison:
             v-min is 0.0% above anything possible; memory binds: 3 instead of 2 would lower the bound by 10.2%
         """
         best = self.best
-        some = ", ".join(map(str, best.schedule.recompute))
+        some = show_recompute(best.schedule.recompute)
         text = f"{best.name}{f' (stages recomputed: {some})' if some else ''} is {best.gap:.1%} above anything possible"
         if self.offload:
             return f"{text} with unlimited memory"
@@ -204,7 +206,7 @@ def compare(
         memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
         memory: or what it has in bytes, or as text such as "20GB"; the costs must have ``activation_bytes``.
         recompute: whether stages may be recomputed: the named schedules are listed as they are and with all stages
-            recomputed, and a search chooses the stages.
+            recomputed, and a search chooses the stages, and how many of their ``costs.blocks``.
         offload: whether microbatches may be moved to the host and back, for ``costs.offload`` each: those schedules
             that do not fit are listed with moves, too, and a search takes the shortest plan with or without.
         sharded: whether all stages are sharded: schedules have upkeep, as in ``search``, and that with the shortest
@@ -236,7 +238,7 @@ def compare(
         gathered=gathered,
     )
     bound_within = math.inf if offload else limit
-    for name, build in _builders(searched, ranks, microbatches, recompute, progress):
+    for name, build in _builders(searched, costs, ranks, microbatches, recompute, progress):
         try:
             plan = build()
             if sharded:
@@ -262,22 +264,27 @@ def _with_upkeep(plan: Schedule, costs: Costs, memory_limit: float, gathered: in
 
 
 def _builders(
-    searched: Callable[..., Schedule], ranks: int, microbatches: int, recompute: bool, progress: Progress | None
+    searched: Callable[..., Schedule],
+    costs: Costs,
+    ranks: int,
+    microbatches: int,
+    recompute: bool,
+    progress: Progress | None,
 ) -> Iterator[tuple[str, Callable[[], Schedule]]]:
     """Yield each schedule's name and how to make it."""
     for name in names():
         build = partial(make, name, ranks=ranks, microbatches=microbatches)
         yield name, build
         if recompute:
-            yield f"{name}, recomputed", partial(_recomputed, build)
+            yield f"{name}, recomputed", partial(_recomputed, build, costs)
     for half, name in enumerate(("search", "search-v")):
         yield name, partial(searched, stages_per_rank=half + 1, progress=part_of(progress, half, 2))
 
 
-def _recomputed(build: Callable[[], Schedule]) -> Schedule:
+def _recomputed(build: Callable[[], Schedule], costs: Costs) -> Schedule:
     """Return a schedule with all stages recomputed."""
     made = build()
-    return replace(made, recompute=tuple(range(made.num_stages)))
+    return replace(made, recompute=everything(costs, made.num_stages))
 
 
 def _bound(costs: Costs, schedule: Schedule, memory_limit: float, recompute: bool) -> float:

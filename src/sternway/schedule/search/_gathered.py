@@ -21,6 +21,7 @@ from functools import partial
 
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Step, Upkeep
+from sternway.schedule._again import Recompute
 from sternway.schedule._costs import EPSILON, Costs, Placement
 from sternway.schedule._memory import peak
 from sternway.schedule._schedule import Schedule
@@ -36,7 +37,7 @@ _BUDGET = 20_000  # actions that are timed meanwhile, for each of them
 RankFits = Callable[[Schedule, int], bool]
 """Whether a rank of a plan holds no more than it may."""
 
-Rows = dict[tuple[int, tuple[Step, ...], tuple[int, ...]], tuple[Step, ...] | None]
+Rows = dict[tuple[int, tuple[Step, ...], Recompute], tuple[Step, ...] | None]
 """For a rank, its steps and the stages that are recomputed: the steps with upkeep; None if they do not fit."""
 
 

@@ -35,9 +35,9 @@ from functools import partial
 from typing import Literal
 
 from sternway.errors import ScheduleError
+from sternway.schedule._again import Again, checked_recompute
 from sternway.schedule._costs import EPSILON, Costs, Placement
-from sternway.schedule._schedule import checked_stages
-from sternway.schedule.search._choices import are_all, choices
+from sternway.schedule.search._choices import are_all, choices, everything
 from sternway.schedule.search._problem import Limit, Problem, check_arguments, limit_of, place, resolve
 
 
@@ -49,7 +49,7 @@ def lower_bound(
     memory_limit: Limit | None = None,
     memory: int | str | None = None,
     stages_per_rank: int = 1,
-    recompute: Collection[int] | Literal["auto"] = (),
+    recompute: Collection[Again] | Literal["auto"] = (),
 ) -> float:
     """Return a time that ``Timeline.span`` cannot be below, for any schedule within the memory limit.
 
@@ -68,7 +68,7 @@ def lower_bound(
         memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
         memory: or what it has in bytes, as in ``search``.
         stages_per_rank: as in ``search``.
-        recompute: the stages that are recomputed; "auto" for any.
+        recompute: what is recomputed, as in ``search``; "auto" for any choice.
 
     Returns:
         The bound, in the unit of the costs.
@@ -81,7 +81,7 @@ def lower_bound(
     placement = place(ranks, stages_per_rank)
     if recompute == "auto":
         return least_bound(costs, placement, microbatches, limit)
-    chosen = checked_stages("recompute", recompute, ranks * stages_per_rank)
+    chosen = checked_recompute(recompute, ranks * stages_per_rank)
     return bound(resolve(costs, placement, microbatches, limit, joined=True, whole=False, recompute=chosen))
 
 
@@ -92,13 +92,13 @@ def least_bound(costs: Costs, placement: Placement, microbatches: int, limit: Li
         ScheduleError: not even one microbatch fits, whatever is recomputed.
     """
     posed = partial(resolve, placement=placement, microbatches=microbatches, memory_limit=limit, joined=True)
-    if not are_all(placement):  # as if it cost no time
-        small = costs.per_stage(placement, range(sum(map(len, placement)))).keeps
+    if not are_all(placement, costs):  # as if it cost no time
+        small = costs.per_stage(placement, everything(costs, sum(map(len, placement)))).keeps
         kept = [min(both) for both in zip(small, costs.per_stage(placement).keeps, strict=True)]
         rest = [min(both) for both in zip(kept, costs.per_stage(placement).keeps_after_i, strict=True)]
         return bound(posed(replace(costs, memory_after_F=kept, memory_after_I=rest)))
     found = []
-    for choice in choices(placement):
+    for choice in choices(placement, costs):
         try:
             found.append(bound(posed(costs, whole=False, recompute=choice)))
         except ScheduleError as error:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from sternway.errors import ScheduleError
+from sternway.schedule._again import Recompute, shares
 from sternway.schedule._costs import EPSILON, Costs, Placement
 from sternway.schedule._depends import feeds
 from sternway.schedule._schedule import check_size, looped_placement, stage_ranks, v_placement
@@ -38,7 +39,8 @@ class Problem:
             result arrives, and the rank that runs them.
         change: by how much each step changes its rank's memory.
         cautious_change: the same, but if I leaves more than F kept, F takes that much at once, so that I always fits.
-        recompute: the stages that are recomputed. Their I is a whole backward, after which there is nothing left for W.
+        recompute: what is recomputed.
+        whole: the stages whose I is a whole backward, after which there is nothing left for W.
     """
 
     placement: Placement
@@ -49,7 +51,8 @@ class Problem:
     keeps: tuple[float, ...]
     leaves: tuple[float, ...]
     limit: tuple[float, ...]
-    recompute: tuple[int, ...] = ()
+    recompute: Recompute = ()
+    whole: tuple[int, ...] = ()
     feeds: tuple[tuple[tuple[int, float, int], ...], ...] = field(init=False, repr=False)
     change: tuple[float, ...] = field(init=False, repr=False)
     cautious_change: tuple[float, ...] = field(init=False, repr=False)
@@ -133,7 +136,7 @@ def pose(
     stages_per_rank: int = 1,
     joined: bool = False,
     whole: bool = True,
-    recompute: tuple[int, ...] = (),
+    recompute: Recompute = (),
 ) -> Problem:
     """Return the problem for a search's arguments; ``joined``, ``whole`` and ``recompute`` as in ``resolve``.
 
@@ -192,13 +195,13 @@ def resolve(
     *,
     joined: bool = False,
     whole: bool = True,
-    recompute: tuple[int, ...] = (),
+    recompute: Recompute = (),
 ) -> Problem:
     """Return the problem for a placement.
 
     With ``joined``, I and W are split and together cost no more than a whole backward. Stages in ``recompute`` run
-    whole backwards, since what I would leave for W is much more than their F kept; not so without ``whole``, where it
-    costs no memory instead. No real schedule is as cheap as one that is joined and not whole, so this is what a lower
+    whole backwards if I would leave more for W than their F kept; not so without ``whole``, where it costs no memory
+    instead. No real schedule is as cheap as one that is joined and not whole, so this is what a lower
     bound is computed for.
 
     Raises:
@@ -208,16 +211,19 @@ def resolve(
     limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * len(placement)
     if joined:
         times = times.joined()
+    again = [*shares(recompute)]
+    entire: tuple[int, ...] = ()
     if not whole:
         least = [min(pair) for pair in zip(times.keeps, times.keeps_after_i, strict=True)]
-        times = replace(times, keeps_after_i=_where(recompute, times.keeps_after_i, least))
+        times = replace(times, keeps_after_i=_where(again, times.keeps_after_i, least))
     elif recompute:
+        entire = tuple(stage for stage in again if times.keeps_after_i[stage] > times.keeps[stage] + EPSILON)
         nothing = [0.0] * len(times.F)
         times = replace(
             times,
-            I=_where(recompute, times.I, times.B),
-            W=_where(recompute, times.W, nothing),
-            keeps_after_i=_where(recompute, times.keeps_after_i, nothing),
+            I=_where(entire, times.I, times.B),
+            W=_where(entire, times.W, nothing),
+            keeps_after_i=_where(entire, times.keeps_after_i, nothing),
         )
         # A rank runs one backward at a time, and a forward that it holds more leaves no room for that.
         limits = [limit - max(times.works[s] for s in held) for limit, held in zip(limits, placement, strict=True)]
@@ -238,6 +244,7 @@ def resolve(
         leaves=times.keeps_after_i,
         limit=tuple(limits),
         recompute=recompute,
+        whole=entire,
     )
 
 

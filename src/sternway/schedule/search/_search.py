@@ -20,16 +20,18 @@ from functools import partial
 from typing import Literal
 
 from sternway.errors import ScheduleError
+from sternway.schedule._again import Again, Recompute, checked_recompute
 from sternway.schedule._costs import Costs, Placement
 from sternway.schedule._offload import offloaded
 from sternway.schedule._schedule import Schedule, checked_stages
 from sternway.schedule._simulate import simulate
 from sternway.schedule.named._make import names
+from sternway.schedule.search._choices import everything
 from sternway.schedule.search._fuse import fuse, length
 from sternway.schedule.search._gathered import best_gathered, rest_of, too_small
 from sternway.schedule.search._hunt import Progress, named, part_of, solve
 from sternway.schedule.search._problem import Limit, check_arguments, limit_of, place, pose, within
-from sternway.schedule.search._recompute import best_choice
+from sternway.schedule.search._recompute import best_choice, recomputed
 from sternway.schedule.search._words import to_schedule
 
 
@@ -41,7 +43,7 @@ def search(
     memory_limit: Limit | None = None,
     memory: int | str | None = None,
     stages_per_rank: int = 1,
-    recompute: Collection[int] | Literal["auto"] = (),
+    recompute: Collection[Again] | Literal["auto"] = (),
     offload: bool = False,
     sharded: Collection[int] | bool = False,
     gathered: int | None = None,
@@ -68,8 +70,9 @@ def search(
         memory: or what it has in bytes, or as text such as "20GB"; the costs must have ``activation_bytes``.
         stages_per_rank: with 1, rank r holds stage r; with 2, stages r and 2 * ranks - 1 - r, in a V; with more, stages
             r, r + ranks, r + 2 ranks, ...
-        recompute: the stages that keep their inputs alone and run their forward again; or "auto" to choose them, too:
-            the fastest choice within the limit. ``costs.memory_input`` and ``costs.memory_again`` say what that needs.
+        recompute: the stages that keep their inputs alone and run their forward again, or shares of them, as in
+            ``Schedule``; or "auto" to choose them, too: the fastest choice within the limit. ``costs.memory_input`` and
+            ``costs.memory_again`` say what that needs, and ``costs.blocks`` of how many parts some may be chosen.
         offload: whether microbatches may be moved to the host and back (``offloaded``), for ``costs.offload`` each; the
             shortest plan with or without it is returned. ``lower_bound`` does not hold for such plans.
         sharded: the stages whose parameters are sharded, or True for all. Plans are compared with their upkeep in place
@@ -80,7 +83,7 @@ def search(
 
     Returns:
         A schedule of F, I and W, with B instead of I and W where ``costs.B`` makes that better, and in stages that are
-        recomputed; UNSHARD, REDUCE_GRAD and RESHARD where stages are sharded.
+        recomputed if I would leave more than their F kept; UNSHARD, REDUCE_GRAD and RESHARD where stages are sharded.
 
     Raises:
         ScheduleError: a count is below 1, not even one microbatch fits in the limit, per-stage costs are for another
@@ -102,7 +105,7 @@ def search(
     rests = rest_of(costs, placement, limit, held, gathered)
     plans = [
         plan
-        for same in _uniform(recompute, placement)
+        for same in _uniform(recompute, placement, costs)
         for plan in _named_within(costs, placement, microbatches, math.inf, same)
     ]
     for number, rest in enumerate(rests):
@@ -122,14 +125,14 @@ def _found(
     progress: Progress | None,
     *,
     stages_per_rank: int,
-    recompute: Collection[int] | Literal["auto"],
+    recompute: Collection[Again] | Literal["auto"],
     offload: bool,
 ) -> Schedule:
     """Return the best schedule of stages that are not sharded."""
     find = partial(
         _plan, costs, ranks=len(placement), microbatches=microbatches, limit=limit, stages_per_rank=stages_per_rank
     )
-    uniform = _uniform(recompute, placement)
+    uniform = _uniform(recompute, placement, costs)
     plans: list[Schedule] = []
     if offload:
         for same in uniform:
@@ -140,7 +143,8 @@ def _found(
         if recompute == "auto":
             plans.append(best_choice(costs, placement, microbatches, limit, find, progress))
             for same in uniform:
-                plans += _named_within(costs, placement, microbatches, limit, same)
+                alike = _named_within(costs, placement, microbatches, limit, same)
+                plans += [recomputed(plan, costs, memory_limit=limit) for plan in alike]
         else:
             plans.append(find(uniform[0], progress))
     except ScheduleError:  # not even one microbatch stays
@@ -149,10 +153,10 @@ def _found(
     return plans[0] if len(plans) == 1 else _best(plans, costs)
 
 
-def _uniform(recompute: Collection[int] | Literal["auto"], placement: Placement) -> list[tuple[int, ...]]:
+def _uniform(recompute: Collection[Again] | Literal["auto"], placement: Placement, costs: Costs) -> list[Recompute]:
     """Return what is recomputed in named schedules."""
     count = sum(map(len, placement))
-    return [(), tuple(range(count))] if recompute == "auto" else [checked_stages("recompute", recompute, count)]
+    return [(), everything(costs, count)] if recompute == "auto" else [checked_recompute(recompute, count)]
 
 
 def checked_shards(sharded: Collection[int] | bool, gathered: int | None, count: int) -> tuple[int, ...]:
@@ -170,7 +174,7 @@ def checked_shards(sharded: Collection[int] | bool, gathered: int | None, count:
 
 def _plan(
     costs: Costs,
-    recompute: tuple[int, ...],
+    recompute: Recompute,
     progress: Progress | None,
     *,
     ranks: int,
@@ -201,7 +205,7 @@ def _plan(
 
 
 def _named_within(
-    costs: Costs, placement: Placement, microbatches: int, limit: Limit, recompute: tuple[int, ...]
+    costs: Costs, placement: Placement, microbatches: int, limit: Limit, recompute: Recompute
 ) -> list[Schedule]:
     """Return the named schedules that place their stages so, and stay within the limit if these are recomputed."""
     plans = (replace(plan, recompute=recompute) for plan in named(placement, microbatches, names()))

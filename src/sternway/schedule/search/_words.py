@@ -8,14 +8,14 @@ from sternway.schedule.search._problem import Problem, Words
 
 
 def to_schedule(problem: Problem, words: Words, name: str) -> Schedule:
-    """Return words as a schedule, with numbered microbatches; a recomputed stage has B instead of I and W."""
+    """Return words as a schedule, with numbered microbatches; B instead of I and W where backwards are whole."""
     counts = [0] * (3 * problem.num_stages)
     lines = []
     for word in words:
         line = []
         for step in word:
             stage, op = step // 3, OPS[step % 3]
-            if stage not in problem.recompute:
+            if stage not in problem.whole:
                 line.append(Action(stage, op, counts[step]))
             elif op != "W":
                 line.append(Action(stage, "F" if op == "F" else "B", counts[step]))
