@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from compare import assert_same_grads, twin
 from compiled import compiled
 from sternway import split
+from sternway.split._rules import RULES
 from sternway.split.compiled import _halves
 
 LONG = 60.0  # seconds until a thread that waits gives up
@@ -61,7 +62,6 @@ class Slow(torch.autograd.Function):
         return grad * weight, grad * x
 
 
-@split.rule("SlowBackward", operand=1)
 def _slow_weight(node: Any) -> split.Later:
     def compute(grad: Tensor, x: Tensor) -> Tensor:
         Slow.when_w_runs()
@@ -70,6 +70,14 @@ def _slow_weight(node: Any) -> split.Later:
     return split.Later(compute, node.saved_tensors[0])
 
 
+@pytest.fixture
+def _slow_rule() -> Iterator[None]:
+    split.rule("SlowBackward", operand=1)(_slow_weight)
+    yield
+    del RULES["SlowBackward"]
+
+
+@pytest.mark.usefixtures("_slow_rule")
 def test_two_w_that_share_a_parameter_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     inputs = [x_of(4) for _ in range(3)]
