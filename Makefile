@@ -1,5 +1,5 @@
 # The two commands a newcomer types are `make demo` and `make test`; each sets itself up in .venv.
-#   make test    every test that needs no GPU, by JOBS processes: 19 minutes on two cores
+#   make test    every test that needs no GPU, by JOBS processes: 6 to 19 minutes on two cores
 #   make quick   those that run in one process and take no compiler or browser: 2 minutes
 #   make zoo     the tests of models of transformers, timm, diffusers and PEFT, in a .venv-zoo of their own
 #   make other-torch TORCH=2.15.0   make test on another release of torch, in an environment of its own
