@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -52,3 +53,30 @@ def test_the_hooks_of_a_probe_that_fails_count_as_anybodys() -> None:
     before = hooks_registered()
     assert Probe("a name", "does something", ("split",), check, hooks=1).fault() == "something else"
     assert hooks_registered() == before + 1
+
+
+def test_probes_share_a_thread_that_does_not_end() -> None:
+    """torch 2.11 crashes on fake tensors if the thread that made the first ones has ended (CUDA, no GPU)."""
+    threads: list[threading.Thread] = []
+
+    def probe_of(result: bool) -> Probe:
+        return Probe("one", "is there", ("split",), lambda: threads.append(threading.current_thread()) or result)
+
+    assert [probe_of(result).fault() for result in (True, True, False, True)] == [None, None, "something else", None]
+    assert threads[0] is threads[1] is threads[2] is not threads[3]  # a failed one may have left modes behind
+    assert all(thread.is_alive() for thread in threads)
+    assert threading.current_thread() not in threads
+
+
+def test_a_probe_may_need_another() -> None:
+    inner = Probe("inner", "is there", ("split",), lambda: True)
+    assert Probe("outer", "is there", ("split",), lambda: inner.fault() is None).fault() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads, Python 3.12
+def test_probes_run_in_a_forked_process() -> None:
+    assert Probe("one", "is there", ("split",), lambda: True).fault() is None
+    child = os.fork()
+    if not child:
+        os._exit(0 if Probe("one", "is there", ("split",), lambda: True).fault() is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -2,6 +2,9 @@
 
 Probes run in a thread of their own, since a thread starts with gradients on, no autocast, no hooks and no modes,
 whatever the caller has set. They draw no random numbers.
+
+The thread never ends: torch 2.11 crashes on fake tensors if the thread that made the first ones has ended, where it is
+built with CUDA and finds no GPU. After a probe that failed, which may have left modes behind, the next gets a new one.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal, get_args
 
 import torch
@@ -40,6 +44,49 @@ Feature = Literal[
 """What a user loses where a probe fails."""
 
 
+class _ProbeThread:
+    """Runs checks, one after the other."""
+
+    def __init__(self) -> None:
+        self._checks: SimpleQueue[tuple[Callable[[], object], SimpleQueue[str | None]]] = SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name="sternway probes", daemon=True)
+        self.thread.start()
+
+    def fault_of(self, check: Callable[[], object]) -> str | None:
+        answer: SimpleQueue[str | None] = SimpleQueue()
+        self._checks.put((check, answer))
+        return answer.get()
+
+    def _work(self) -> None:
+        while True:
+            check, answer = self._checks.get()
+            answer.put(_fault_of(check))
+
+
+def _fault_of(check: Callable[[], object]) -> str | None:
+    try:
+        return None if check() else "something else"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+_RUNNING: list[_ProbeThread] = []  # the one that takes checks
+_ASKING = threading.RLock()
+
+
+def _in_own_thread(check: Callable[[], object]) -> str | None:
+    """What went wrong in a check, if anything."""
+    if _RUNNING and threading.current_thread() is _RUNNING[0].thread:
+        return _fault_of(check)  # a check that needs another feature
+    with _ASKING:
+        if not _RUNNING or not _RUNNING[0].thread.is_alive():  # in a process that was forked it is not
+            _RUNNING[:] = [_ProbeThread()]
+        fault = _RUNNING[0].fault_of(check)
+        if fault is not None:
+            _RUNNING.clear()
+        return fault
+
+
 @dataclass(frozen=True, slots=True)
 class Probe:
     """One private name of torch.
@@ -60,24 +107,14 @@ class Probe:
 
     def fault(self) -> str | None:
         """What went wrong, or None if torch does what we need."""
-        found: list[str | None] = []
-
-        def run() -> None:
-            try:
-                found.append(None if self.check() else "something else")
-            except Exception as error:
-                found.append(f"{type(error).__name__}: {error}")
-
         before = RemovableHandle.next_id
-        thread = threading.Thread(target=run, name=f"probe {self.name}")
-        thread.start()
-        thread.join()
-        if found[0] is None and RemovableHandle.next_id - before < self.hooks:  # other threads may have added some
+        found = _in_own_thread(self.check)
+        if found is None and RemovableHandle.next_id - before < self.hooks:  # other threads may have added some
             return f"fewer hooks than {self.hooks} registered"
-        if found[0] is None:
+        if found is None:
             with _COUNTING:
                 HOOKS_OF_PROBES[0] += self.hooks
-        return found[0]
+        return found
 
 
 _PROBES: list[Probe] = []
