@@ -128,5 +128,6 @@ def _play(rank: int, folder: str, strict: bool) -> None:
     if strict:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", ".torch.jit.script_method. is deprecated", DeprecationWarning)  # Inductor's
+        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)  # Dynamo's
     with open(f"printed-{rank}", "w") as printed, redirect_stdout(printed), suppress(SystemExit):
         runpy.run_path("train.py", run_name="__main__")
