@@ -37,6 +37,14 @@ class _Page(HTMLParser):
         self.links += [value for name in ("href", "src") if (value := values.get(name))]
 
 
+def test_every_page_is_in_the_contents() -> None:
+    """``make docs`` fails on a page that is not; this needs no site."""
+    contents = (ROOT / "mkdocs.yml").read_text()
+    guides = [path.name for path in (ROOT / "docs").glob("*.md")]
+    results = [path.relative_to(ROOT).as_posix() for path in (ROOT / "benchmarks").glob("*/README.md")]
+    assert [page for page in (*guides, *results) if f" {page}\n" not in contents] == []
+
+
 @built
 def test_every_link_leads_somewhere() -> None:
     pages = {path: _Page(path.read_text()) for path in SITE.rglob("*.html")}
