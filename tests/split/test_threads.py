@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from compare import assert_same_grads, twin
 from compiled import compiled
@@ -161,6 +162,48 @@ def test_w_inside_a_hook_of_an_i_runs_the_hooks_of_its_parameters() -> None:
     out.register_hook(lambda grad: waiting.run())
     _, pending = split.backward_input(out.sum(), None, y)
     assert len(calls) == 1
+    pending.run()
+    assert len(calls) == 2
+    torch.testing.assert_close(norm.weight.grad, calls[0] + calls[1])
+
+
+def test_a_hook_that_waits_for_w_runs_in_a_grad_inside_i() -> None:
+    norm, (x, y), calls, found = nn.LayerNorm(4), (x_of(3, 4), x_of(3, 4)), [], []
+
+    def double(grad: Tensor) -> Tensor:
+        calls.append(grad.clone())
+        return 2 * grad
+
+    norm.weight.register_hook(double)
+    other, out = norm(y).sum(), norm(x)
+    out.register_hook(lambda grad: found.extend(torch.autograd.grad(other, norm.weight)))
+    pending = split.backward_input(out.sum(), None, x)[1]
+    assert len(calls) == 1
+    torch.testing.assert_close(found[0], 2 * calls[0])
+    pending.run()
+    assert len(calls) == 2
+    torch.testing.assert_close(norm.weight.grad, 2 * calls[1])
+
+
+def test_a_hook_that_ran_in_i_runs_in_a_backward_inside_w() -> None:
+    norm, scale, (x, y), calls, forwards = (
+        nn.LayerNorm(4),
+        nn.Parameter(torch.ones(4)),
+        (x_of(3, 4), x_of(3, 4)),
+        [],
+        [],
+    )
+
+    def forward(x: Tensor) -> Tensor:
+        forwards.append(x)
+        if len(forwards) == 2:  # the checkpoint recomputes, in I
+            norm.weight.register_hook(lambda grad: calls.append(grad.clone()))
+        return norm(x)
+
+    other = norm(y).sum()
+    pending = split.backward_input((checkpoint(forward, x, use_reentrant=False) * scale).sum(), None, x)[1]
+    assert len(calls) == 1
+    scale.register_post_accumulate_grad_hook(lambda parameter: other.backward())
     pending.run()
     assert len(calls) == 2
     torch.testing.assert_close(norm.weight.grad, calls[0] + calls[1])

@@ -98,7 +98,8 @@ class Pending:
     def run(self) -> None:
         """Compute the gradients, add them to ``.grad``, and run the parameters' hooks.
 
-        Several threads may run a ``Pending`` each. Those that share parameters wait for each other.
+        Several threads may run a ``Pending`` each. Those that share parameters wait for each other, unless a hook runs
+        them.
 
         Raises:
             PendingError: on a second call, or if a tensor that is needed was changed in place since I.
@@ -126,9 +127,9 @@ class Pending:
         self._state = "failed half-way"
         for each in self._work:
             each.check()
-        self._accumulator = accumulator = Accumulator(leaves, self._exact, tell_nodes)
         group = sharing(self._group) if self._group else nullcontext()
-        with torch.no_grad(), hiding(self._ran, where="runs"), group:
+        with torch.no_grad(), hiding(self._ran) as mark, group:
+            self._accumulator = accumulator = Accumulator(leaves, self._exact, tell_nodes, mark)
             while self._work:
                 self._work.pop().run(accumulator)
             accumulator.finish(self._undefined)

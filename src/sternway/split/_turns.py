@@ -1,8 +1,8 @@
 """W's of several threads that share parameters take turns.
 
 autograd locks a parameter while it adds to its ``.grad``. W mostly adds without autograd, and reads whether there is a
-``.grad``, so that two of them at once would lose gradients. A W that is called inside another, by a hook or a rule,
-does not wait for that one: hooks may run on another thread than the backward that they are of.
+``.grad``, so that two of them at once would lose gradients. A W that is called inside a backward, by a hook, does not
+wait: it could wait for the W that the hook is of, since hooks may run on another thread than their backward.
 """
 
 from __future__ import annotations
