@@ -257,9 +257,9 @@ class _Planner:
         return known
 
     def past_leaves(self, node: Node, edges: Sequence[Edge]) -> Sequence[Edge]:
-        """The edges of a compiled graph that I follows: not those to leaves that are no inputs, which it sees to."""
-        if UNSEEN.on_node(node):  # hooks on it expect the gradients, and would get marks; it runs whole
-            return edges
+        """The edges of an opaque node that I follows: not those to leaves that are no inputs, which it sees to."""
+        if type(node).__name__ == COMPILED_NODE and UNSEEN.on_node(node):
+            return edges  # hooks on it expect the gradients, and would get marks; a captured module returns none anyway
         inputs = self.inputs
         positions = [i for i, edge in enumerate(edges) if type(edge[0]) is ACCUMULATE_GRAD and edge not in inputs]
         if positions:
