@@ -17,7 +17,7 @@ from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator
 from sternway.split._deferred import Deferred
 from sternway.split._part import Node
-from sternway.split._turns import turn
+from sternway.split._turns import Turn, turn
 from sternway.split.eager._hiding import Ran, hiding
 
 
@@ -98,8 +98,7 @@ class Pending:
     def run(self) -> None:
         """Compute the gradients, add them to ``.grad``, and run the parameters' hooks.
 
-        Several threads may run a ``Pending`` each. Those that share parameters wait for each other, unless a hook runs
-        them.
+        Several threads may run a ``Pending`` each. Those that share parameters wait for each other.
 
         Raises:
             PendingError: on a second call, or if a tensor that is needed was changed in place since I.
@@ -114,10 +113,10 @@ class Pending:
         leaves = {**self._late, **self._early}
         # A .grad of inference mode could not be added to later.
         outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with turn(leaves.keys()), outside:
-            self._compute(leaves, tell_nodes)
+        with turn(leaves.keys()) as own, outside:
+            self._compute(leaves, tell_nodes, own)
 
-    def _compute(self, leaves: dict[Node, None], tell_nodes: bool) -> None:
+    def _compute(self, leaves: dict[Node, None], tell_nodes: bool, own: Turn) -> None:
         if self._state != "waiting":
             raise PendingError(
                 "a Pending cannot run twice: what it held is freed",
@@ -132,6 +131,7 @@ class Pending:
             self._accumulator = accumulator = Accumulator(leaves, self._exact, tell_nodes, mark)
             while self._work:
                 self._work.pop().run(accumulator)
+            own.comes_to_hooks()
             accumulator.finish(self._undefined)
         self._accumulator = None
         self._state = "has run"
