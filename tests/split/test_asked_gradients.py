@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway import split
-from sternway._torch.autograd import newest_sequence_number
+from sternway._torch.autograd import edge_of, gradients_at, newest_sequence_number
 from sternway._torch.hooks import hooks_registered
 from sternway.split.compiled._backend import sternway
 from sternway.state import BackwardState
@@ -213,3 +213,11 @@ def test_a_compiled_region_whose_state_puts_a_hook_on_an_activation() -> None:
         grads.append([parameter.grad.clone() for parameter in layer.parameters()])
     for mine, plain in zip(grads[1], grads[0], strict=True):
         torch.testing.assert_close(mine, plain)
+
+
+def test_a_torch_without_the_direct_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is torch's own, and may get another name; ``torch.autograd.grad`` has imported it by itself."""
+    monkeypatch.delattr(torch.autograd.graph, "_engine_run_backward")
+    x = torch.ones(2, requires_grad=True)
+    (found,) = gradients_at([edge_of(x)], [x.exp()], [torch.ones(2)])
+    torch.testing.assert_close(found, x.exp().detach())

@@ -321,6 +321,22 @@ def test_hooks_of_parameters_run(plain: bool) -> None:
     assert len(seen[0]) == 6
 
 
+@pytest.mark.parametrize("first", [False, True], ids=["middle", "first"])
+def test_hooks_on_its_node_leave_it_split(first: bool) -> None:
+    stage, module, reference = both()
+    (x, theirs, grad), calls = microbatch(first), []
+    reference(theirs).backward(grad)
+    out = stage(x)
+    out.grad_fn.register_hook(lambda grad_inputs, grad_outputs: calls.append(grad_outputs))
+    found, pending = split.backward_input(out, grad, () if first else x)
+    assert set(pending.deferred) == set(module.parameters())
+    pending.run()
+    assert len(calls) == 1
+    assert_same_grads(module, reference)
+    if not first:
+        torch.testing.assert_close(found, theirs.grad)
+
+
 def test_hooks_that_another_thread_sees_first() -> None:
     stage, module, _ = both()
     stage(torch.randn(3, 6))

@@ -213,6 +213,19 @@ def test_a_hook_put_on_a_parameter_while_a_checkpoint_recomputes(kind: Callable[
     assert_equal(build)
 
 
+@pytest.mark.parametrize("n", [1, 2], ids=["alone", "with another"])
+def test_a_hook_on_a_parameter_that_is_an_output(n: int) -> None:
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(n)]
+    log: Log = []
+    for parameter in parameters:
+        parameter.register_hook(seen(log, 2.0))
+    _, pending = split.backward_input(parameters, [torch.ones(3)] * n)
+    assert not log
+    pending.run()
+    assert log == [3.0] * n
+    assert [parameter.grad.tolist() for parameter in parameters] == [[2.0] * 3] * n
+
+
 @pytest.mark.parametrize("needs", [False, True], ids=["stage 0", "middle"])
 def test_a_hook_on_several_tensors_under_a_checkpoint(needs: bool) -> None:
     def build(log: Log) -> Case:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from compare import assert_same_grads, twin
 from compiled import compiled
@@ -77,8 +79,15 @@ def _slow_rule() -> Iterator[None]:
     del RULES["SlowBackward"]
 
 
+def inside_a_backward(call: Callable[[], None]) -> None:
+    leaf = torch.ones(1, requires_grad=True)
+    leaf.register_hook(lambda grad: call())
+    leaf.sum().backward()
+
+
 @pytest.mark.usefixtures("_slow_rule")
-def test_two_w_that_share_a_parameter_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "in hooks"])
+def test_two_w_that_share_a_parameter_take_turns(monkeypatch: pytest.MonkeyPatch, inside: bool) -> None:
     weight, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     inputs = [x_of(4) for _ in range(3)]
     pendings = [split.backward_input(Slow.apply(x, weight).sum(), None, x)[1] for x in inputs[:2]]
@@ -96,7 +105,7 @@ def test_two_w_that_share_a_parameter_take_turns(monkeypatch: pytest.MonkeyPatch
             second.set()
 
     monkeypatch.setattr(Slow, "when_w_runs", staticmethod(when_w_runs))
-    pair = Pair(*[pending.run for pending in pendings])
+    pair = Pair(*[partial(inside_a_backward, pending.run) if inside else pending.run for pending in pendings])
     assert began.wait(LONG)
     apart.run()
     pair.join()
@@ -122,6 +131,26 @@ def test_w_inside_a_hook_of_another_w_does_not_wait() -> None:
     assert not thread.is_alive()
     reference(torch.ones(6, 4)).sum().backward()
     torch.testing.assert_close(layer.bias.grad, reference.bias.grad)
+
+
+def test_w_inside_a_hook_does_not_wait_for_one_that_runs_hooks() -> None:
+    """As where a device's thread runs the hooks: that one waits until the hook is over."""
+    layer, began, over = nn.Linear(4, 4), threading.Event(), threading.Event()
+    first, second = [split.backward_input(layer(x).sum(), None, x)[1] for x in (x_of(3, 4), x_of(3, 4))]
+
+    def wait(grad: Tensor) -> None:
+        if not began.is_set():
+            began.set()
+            assert over.wait(LONG)
+
+    def late() -> None:
+        assert began.wait(LONG)
+        inside_a_backward(second.run)
+        over.set()
+
+    layer.bias.register_hook(wait)
+    Pair(first.run, late).join()
+    torch.testing.assert_close(layer.bias.grad, torch.full((4,), 6.0))
 
 
 def test_a_hook_is_still_there_after_two_i_at_once() -> None:
@@ -161,6 +190,48 @@ def test_w_inside_a_hook_of_an_i_runs_the_hooks_of_its_parameters() -> None:
     out.register_hook(lambda grad: waiting.run())
     _, pending = split.backward_input(out.sum(), None, y)
     assert len(calls) == 1
+    pending.run()
+    assert len(calls) == 2
+    torch.testing.assert_close(norm.weight.grad, calls[0] + calls[1])
+
+
+def test_a_hook_that_waits_for_w_runs_in_a_grad_inside_i() -> None:
+    norm, (x, y), calls, found = nn.LayerNorm(4), (x_of(3, 4), x_of(3, 4)), [], []
+
+    def double(grad: Tensor) -> Tensor:
+        calls.append(grad.clone())
+        return 2 * grad
+
+    norm.weight.register_hook(double)
+    other, out = norm(y).sum(), norm(x)
+    out.register_hook(lambda grad: found.extend(torch.autograd.grad(other, norm.weight)))
+    pending = split.backward_input(out.sum(), None, x)[1]
+    assert len(calls) == 1
+    torch.testing.assert_close(found[0], 2 * calls[0])
+    pending.run()
+    assert len(calls) == 2
+    torch.testing.assert_close(norm.weight.grad, 2 * calls[1])
+
+
+def test_a_hook_that_ran_in_i_runs_in_a_backward_inside_w() -> None:
+    norm, scale, (x, y), calls, forwards = (
+        nn.LayerNorm(4),
+        nn.Parameter(torch.ones(4)),
+        (x_of(3, 4), x_of(3, 4)),
+        [],
+        [],
+    )
+
+    def forward(x: Tensor) -> Tensor:
+        forwards.append(x)
+        if len(forwards) == 2:  # the checkpoint recomputes, in I
+            norm.weight.register_hook(lambda grad: calls.append(grad.clone()))
+        return norm(x)
+
+    other = norm(y).sum()
+    pending = split.backward_input((checkpoint(forward, x, use_reentrant=False) * scale).sum(), None, x)[1]
+    assert len(calls) == 1
+    scale.register_post_accumulate_grad_hook(lambda parameter: other.backward())
     pending.run()
     assert len(calls) == 2
     torch.testing.assert_close(norm.weight.grad, calls[0] + calls[1])

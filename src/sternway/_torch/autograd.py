@@ -51,11 +51,13 @@ def gradients_at(
         is_usual = type(output) is Tensor and grad is not None and grad.dtype is output.dtype and not output.is_nested
         if not is_usual:
             return torch.autograd.grad(outputs, edges, grads, allow_unused=True)
-    if has_torch_function(outputs):  # a function mode
+    run = getattr(torch.autograd.graph, "_engine_run_backward", None)  # nothing but time is lost without it
+    if run is None or has_torch_function(outputs):  # a function mode
         return torch.autograd.grad(outputs, edges, grads, allow_unused=True)
-    return torch.autograd.graph._engine_run_backward(
+    found: tuple[Tensor | None, ...] = run(
         tuple(outputs), tuple(grads), False, False, tuple(edges), allow_unreachable=True, accumulate_grad=False
     )
+    return found
 
 
 def newest_sequence_number() -> int:

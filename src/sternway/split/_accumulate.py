@@ -52,11 +52,14 @@ class Accumulator:
         leaves: every leaf of this W; gone through once, if at all.
         exact: add in autograd's order: a gradient is computed, then added, each rounded on its own.
         tell_nodes: whether hooks of C++ on AccumulateGrad nodes run.
+        mark: a root for every backward of this W, by which hooks that are hidden from it know it.
     """
 
-    def __init__(self, leaves: Iterable[Node], exact: bool = False, tell_nodes: bool = True) -> None:
+    def __init__(
+        self, leaves: Iterable[Node], exact: bool = False, tell_nodes: bool = True, mark: Tensor | None = None
+    ) -> None:
         self._leaves = leaves
-        self.exact, self._tell_nodes = exact, tell_nodes
+        self.exact, self._tell_nodes, self._mark = exact, tell_nodes, mark
         self._anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         self._steps: list[Callable[[], object]] = []  # run from the last to the first
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # by memory of .grad: what is added to it, all in one call
@@ -225,8 +228,8 @@ class Accumulator:
         if call.undefined:
             edges.append(_undefined([leaf.variable for leaf in call.undefined]))
             values.append(torch.ones_like(edges[-1]))
-        if len(edges) == 1:  # a lone root is not among the nodes that `will_execute` knows of, which hooks may ask
-            edges.append(torch.empty(0, requires_grad=True))
+        if self._mark is not None or len(edges) == 1:  # `will_execute`, which hooks may ask, knows no lone root
+            edges.append(torch.empty(0, requires_grad=True) if self._mark is None else self._mark)
             values.append(torch.empty(0))
         torch.autograd.backward(edges, values)
 

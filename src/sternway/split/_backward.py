@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.overrides import handle_torch_function, has_torch_function
 
+from sternway._torch.autograd import edge_of as gradient_edge
 from sternway._torch.autograd import gradients_at
 from sternway._torch.failures import failure_of
 from sternway._torch.functions import calling_instead
@@ -106,7 +107,9 @@ def backward_input(
     offers = [Offer(each.node, each.positions) for each in plan.opaque]
     group = recomputation() if plan.recomputes else None
     with _used_once(), sharing(group) if group else nullcontext():
-        with _preparing(plan, offers, quiet) as (ran, stopped):
+        with _preparing(plan, offers, quiet) as (ran, mark, stopped):
+            if mark is not None:
+                edges, tensors, grads = [*edges, gradient_edge(mark)], [*tensors, mark], [*grads, torch.empty(0)]
             found = gradients_at(edges, tensors, grads) if edges else ()
         answers = iter(found)  # one for each edge, in order
         grad_at = dict(zip(plan.inputs, answers, strict=False)) | stopped
@@ -125,20 +128,23 @@ def backward_input(
 
 
 @contextmanager
-def _preparing(plan: SplitPlan, offers: list[Offer], quiet: bool) -> Iterator[tuple[Ran, dict[Edge, Tensor | None]]]:
+def _preparing(
+    plan: SplitPlan, offers: list[Offer], quiet: bool
+) -> Iterator[tuple[Ran, Tensor | None, dict[Edge, Tensor | None]]]:
     """A block in which the engine runs the spine: the cuts keep what W needs, and gradient stops at the inputs.
 
-    Gives the hooks of parameters that ran all the same, and the gradients that were stopped.
+    Gives the hooks of parameters that ran all the same, the mark by which hidden ones know this backward, and the
+    gradients that were stopped.
     """
     calls = {cut.node: cut.call for cut in (*plan.functions, *plan.trials)}
     with (
         catching(plan.cuts, quiet),
         calling_instead(calls) if calls else nullcontext(),
         making(offers) if offers else nullcontext(),
-        without_hooks([*plan.ready, *plan.triggers]) as ran,
+        without_hooks([*plan.ready, *plan.triggers]) as (ran, mark),
         stopping(plan.inner) as stopped,
     ):
-        yield ran, stopped
+        yield ran, mark, stopped
 
 
 def _left_for_w(

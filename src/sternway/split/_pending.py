@@ -17,7 +17,7 @@ from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator
 from sternway.split._deferred import Deferred
 from sternway.split._part import Node
-from sternway.split._turns import turn
+from sternway.split._turns import Turn, turn
 from sternway.split.eager._hiding import Ran, hiding
 
 
@@ -113,10 +113,10 @@ class Pending:
         leaves = {**self._late, **self._early}
         # A .grad of inference mode could not be added to later.
         outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-        with turn(leaves.keys()), outside:
-            self._compute(leaves, tell_nodes)
+        with turn(leaves.keys()) as own, outside:
+            self._compute(leaves, tell_nodes, own)
 
-    def _compute(self, leaves: dict[Node, None], tell_nodes: bool) -> None:
+    def _compute(self, leaves: dict[Node, None], tell_nodes: bool, own: Turn) -> None:
         if self._state != "waiting":
             raise PendingError(
                 "a Pending cannot run twice: what it held is freed",
@@ -126,11 +126,12 @@ class Pending:
         self._state = "failed half-way"
         for each in self._work:
             each.check()
-        self._accumulator = accumulator = Accumulator(leaves, self._exact, tell_nodes)
         group = sharing(self._group) if self._group else nullcontext()
-        with torch.no_grad(), hiding(self._ran, where="runs"), group:
+        with torch.no_grad(), hiding(self._ran) as mark, group:
+            self._accumulator = accumulator = Accumulator(leaves, self._exact, tell_nodes, mark)
             while self._work:
                 self._work.pop().run(accumulator)
+            own.comes_to_hooks()
             accumulator.finish(self._undefined)
         self._accumulator = None
         self._state = "has run"

@@ -26,7 +26,6 @@ module. The plan lists it, and keeps those leaves off the spine.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch.autograd.function import BackwardCFunction
@@ -38,11 +37,12 @@ from sternway._torch.functions import function_of
 from sternway._torch.nodes import ACCUMULATE_GRAD, packed_by_hooks, unpack_hooks
 from sternway._torch.parallel import in_process_group
 from sternway._torch.saved_hooks import can_share_recomputation
-from sternway.split._behind import Behind, direct_target, meets
+from sternway.split._behind import meets
 from sternway.split._branches import find_branches
+from sternway.split._deferrable import Deferrable
 from sternway.split._part import Cut, Edge, Node, Packing, Part, packing, packing_of
 from sternway.split._plan import OpaqueNode, SplitPlan
-from sternway.split._rules import RULES, Operand, Operands
+from sternway.split._rules import RULES, Operands
 from sternway.split._unseen import UNSEEN
 from sternway.split._unsupported import UNSUPPORTED, refuse_spent
 from sternway.split.learned._cut import FunctionCut, function_cut
@@ -88,7 +88,7 @@ def make_plan(roots: Iterable[Edge], inputs: set[Edge], exact: bool = False) -> 
         cuts = [cut for cut in cuts if not isinstance(cut, FunctionCut)]
     places = [edge for edge in inputs if edge in reached]
     branches, trials = list(planner.branches.values()), planner.trials
-    opaque, recomputes = planner.opaque, planner.recomputes
+    opaque, recomputes = planner.opaque, planner.deferrable.recomputes
     quiet = planner.is_quiet and not planner.function_kinds and not planner.opaque_kinds  # these run Python
     return SplitPlan(cuts, planner.ready, places, opaque, branches, recomputes, triggers, functions, trials, quiet)
 
@@ -97,9 +97,9 @@ class _Planner:
     def __init__(self, inputs: set[Edge], exact: bool) -> None:
         self.inputs = inputs
         self.exact = exact
-        self.input_nodes = {node for node, _ in inputs}
         self.stops = set(inputs)  # and where branches begin
-        self.stop_nodes = set(self.input_nodes)
+        self.stop_nodes = {node for node, _ in self.stops}
+        self.deferrable = Deferrable(inputs)
         self.kinds: dict[type, _Kind | None] = {}  # by node type: its name is made anew each time it is asked for
         self.unhooked = UNSEEN.unhooked()
         self.spine: dict[Node, Sequence[Edge]] = {}  # with the edges that I follows
@@ -109,17 +109,11 @@ class _Planner:
         self.cuts: list[Cut] = []
         self.branches: dict[Edge, Part] = {}
         self.asked: set[Node] = set()  # where branches begin
-        self.recomputes = False
         self.opaque: list[OpaqueNode] = []
         self.opaque_kinds: set[type] = set()
         self.function_kinds: set[type] = set()
         self.trials: list[FunctionCut] = []
         self.is_quiet = True
-
-    @cached_property
-    def behind(self) -> Behind:
-        """What lies behind edges; most graphs never ask."""
-        return Behind(self.inputs)
 
     def set_aside(self, roots: Sequence[Edge]) -> None:
         """Take the branches that lead to no input off the spine."""
@@ -129,7 +123,8 @@ class _Planner:
         if found is None:
             return
         for edge in found.heavy:
-            if UNSEEN.beyond(edge[0]) and self.can_pass(edge):  # hooks on what it made would run in I and in W
+            # Hooks on what it made would run in I and in W.
+            if UNSEEN.beyond(edge[0]) and self.deferrable.can_pass(edge):
                 self.add_branch(edge)
         self.spine = {node: edges for node, edges in self.spine.items() if node in found.leading}
         self.cuts = [cut for cut in self.cuts if cut.node in found.leading]
@@ -257,9 +252,9 @@ class _Planner:
         return known
 
     def past_leaves(self, node: Node, edges: Sequence[Edge]) -> Sequence[Edge]:
-        """The edges of a compiled graph that I follows: not those to leaves that are no inputs, which it sees to."""
-        if UNSEEN.on_node(node):  # hooks on it expect the gradients, and would get marks; it runs whole
-            return edges
+        """The edges of an opaque node that I follows: not those to leaves that are no inputs, which it sees to."""
+        if type(node).__name__ == COMPILED_NODE and UNSEEN.on_node(node):
+            return edges  # hooks on it expect the gradients, and would get marks; a captured module returns none anyway
         inputs = self.inputs
         positions = [i for i, edge in enumerate(edges) if type(edge[0]) is ACCUMULATE_GRAD and edge not in inputs]
         if positions:
@@ -283,15 +278,16 @@ class _Planner:
             self.is_quiet = False
             if packed == "foreign" or UNSEEN.on_node(node):  # hooks on it expect the gradients of all operands
                 return edges
+        deferrable = self.deferrable
         parts = (
-            self.chains_of(operands.weights, edges)
-            or self.chains_of(operands.lefts, edges)
-            or self.first_from_parameters(operands.weights + operands.lefts, edges)
+            deferrable.chains_of(operands.weights, edges)
+            or deferrable.chains_of(operands.lefts, edges)
+            or deferrable.first_from_parameters(operands.weights + operands.lefts, edges)
         )
         if not parts:
             return edges
         if operands.biases:
-            parts += self.chains_of(operands.biases, edges)
+            parts += deferrable.chains_of(operands.biases, edges)
         followed = list(edges)
         for part in parts:
             followed[part.position] = _NOWHERE
@@ -302,7 +298,7 @@ class _Planner:
         if packed == "checkpoint":
             if not can_share_recomputation():
                 return edges  # what a checkpoint recomputes can be read only when the node runs
-            self.recomputes = True
+            deferrable.recomputes = True
         refuse_spent(node)
         self.cuts.append(Cut(node, parts, packed, False, holders))
         return followed
@@ -315,7 +311,7 @@ class _Planner:
         record.was_met, packed = True, packing(node)
         if packed == "foreign" or UNSEEN.on_node(node):
             return edges
-        parts = self.weights_of_function(edges)
+        parts = self.deferrable.weights_of_function(edges)
         deferred = [part.position for part in parts]
         followed = [edge for place, edge in enumerate(edges) if edge[0] is not None and place not in deferred]
         cut = function_cut(record, node, parts, packed, self.exact) if followed else None
@@ -324,46 +320,3 @@ class _Planner:
             return edges
         self.cuts.append(cut)
         return followed
-
-    def weights_of_function(self, edges: Sequence[Edge]) -> list[Part]:
-        """Which inputs of a custom Function are made of parameters; without inputs of the graph, are parameters."""
-        parts = []
-        for place, edge in enumerate(edges):
-            if edge[0] is not None:
-                leaf, transposed = direct_target(edge, self.input_nodes, self.unhooked)
-                is_chain = self.inputs and self.behind.is_chain(edge) and not self.behind.is_recomputed(edge)
-                if leaf is not None or is_chain:
-                    parts.append(Part(edge, leaf, transposed, place))
-        return parts
-
-    def chains_of(self, operands: tuple[Operand, ...], edges: Sequence[Edge]) -> list[Part]:
-        """The operands that are plain chains from parameters."""
-        parts = []
-        for operand in operands:
-            position = operand.position
-            if position < len(edges) and (child := (edge := edges[position])[0]) is not None:
-                if type(child) is ACCUMULATE_GRAD and child not in self.input_nodes:
-                    leaf, transposed = child, False  # as direct_target, which a bias need not ask
-                else:
-                    leaf, transposed = direct_target(edge, self.input_nodes, self.unhooked)
-                if leaf is not None or (self.behind.is_chain(edge) and self.can_pass(edge)):
-                    parts.append(Part(edge, leaf, transposed, position, operand.function))
-        return parts
-
-    def first_from_parameters(self, operands: tuple[Operand, ...], edges: Sequence[Edge]) -> list[Part]:
-        """The first operand that depends on no input, such as ``W + A @ B``; without inputs, on no data."""
-        for operand in operands:
-            edge = edges[operand.position] if operand.position < len(edges) else (None, 0)
-            if edge[0] is None or (self.behind.leads_to_input(edge) if self.inputs else self.behind.has_data(edge)):
-                continue
-            if self.can_pass(edge):
-                return [Part(edge, None, False, operand.position, operand.function)]
-        return []
-
-    def can_pass(self, edge: Edge) -> bool:
-        """Whether W can go through what lies behind ``edge``."""
-        if self.behind.is_recomputed(edge):
-            if not can_share_recomputation():
-                return False  # a checkpoint would recompute once more
-            self.recomputes = True
-        return True

@@ -1,8 +1,9 @@
 """W's of several threads that share parameters take turns.
 
 autograd locks a parameter while it adds to its ``.grad``. W mostly adds without autograd, and reads whether there is a
-``.grad``, so that two of them at once would lose gradients. A W that is called inside another, by a hook or a rule,
-does not wait for that one: hooks may run on another thread than the backward that they are of.
+``.grad``, so that two of them at once would lose gradients. A W that is called inside a backward, by a hook, does not
+wait for one that runs hooks: it could be the one that the hook is of, since hooks may run on another thread than their
+backward. By then that one adds through autograd.
 """
 
 from __future__ import annotations
@@ -14,22 +15,47 @@ from contextlib import contextmanager
 from sternway._torch.autograd import current_graph_task
 from sternway.split._part import Node
 
-_ended = threading.Condition()
-_running: list[tuple[int, Set[Node]]] = []  # the thread and the leaves of each W that runs
+_changed = threading.Condition()
+
+
+class Turn:
+    """A W that runs: its thread, its leaves, and whether it has come to the hooks."""
+
+    __slots__ = ("leaves", "runs_hooks", "thread")
+
+    def __init__(self, leaves: Set[Node]) -> None:
+        self.thread, self.leaves, self.runs_hooks = threading.get_ident(), leaves, False
+
+    def comes_to_hooks(self) -> None:
+        """Say that hooks may run from now on, which may run other W's."""
+        with _changed:
+            self.runs_hooks = True
+            _changed.notify_all()
+
+    def must_wait(self, inside: bool) -> bool:
+        """Whether some other W must end before this one begins, which is called ``inside`` a backward or not."""
+        return any(
+            other.thread != self.thread
+            and not (inside and other.runs_hooks)
+            and not self.leaves.isdisjoint(other.leaves)
+            for other in _running
+        )
+
+
+_running: list[Turn] = []
 
 
 @contextmanager
-def turn(leaves: Set[Node]) -> Iterator[None]:
+def turn(leaves: Set[Node]) -> Iterator[Turn]:
     """A block that writes to the gradients of these leaves; it begins when no block of another thread does."""
-    own = threading.get_ident(), leaves
-    with _ended:
-        if current_graph_task() == -1:
-            while any(thread != own[0] and not leaves.isdisjoint(others) for thread, others in _running):
-                _ended.wait()
+    own = Turn(leaves)
+    with _changed:
+        while _running and own.must_wait(inside=current_graph_task() != -1):
+            _changed.wait()
         _running.append(own)
     try:
-        yield
+        yield own
     finally:
-        with _ended:
-            del _running[next(index for index, each in enumerate(_running) if each is own)]
-            _ended.notify_all()
+        with _changed:
+            _running.remove(own)  # compared by identity
+            _changed.notify_all()

@@ -62,8 +62,10 @@ def stopping(edges: list[Edge]) -> Iterator[dict[Edge, Tensor | None]]:
 
 
 @contextmanager
-def without_hooks(leaves: list[Node]) -> Iterator[Ran]:
+def without_hooks(leaves: list[Node]) -> Iterator[tuple[Ran, Tensor | None]]:
     """Keep the tensor hooks of parameters from running in the block; gives those that ran all the same.
+
+    Beside them is the mark of ``hiding``, which the engine is asked for, if there is one.
 
     Asking the engine for the gradient of a leaf runs the leaf's tensor hooks. They must run once, in W, on the whole
     gradient. A hook that is put on a leaf in the block, as while a checkpoint recomputes, does run there.
@@ -71,8 +73,8 @@ def without_hooks(leaves: list[Node]) -> Iterator[Ran]:
     before = {leaf: list(hooks) for leaf in leaves if (hooks := tensor_hooks(leaf.variable))}
     ran: Ran = {}
     registered = hooks_registered()
-    with hiding(before, where="asked"):
-        yield ran
+    with hiding(before) as mark:
+        yield ran, mark
     for leaf in leaves if hooks_registered() != registered else ():
         known = before.get(leaf, ())
         if new := [key for key in tensor_hooks(leaf.variable) or () if key not in known]:
