@@ -2,7 +2,8 @@
 
 A forward may change buffers: it counts its calls, follows a mean, or improves the vectors of a spectral norm. When it
 runs again they would change twice, and it would compute from other values. So it is given copies of what they were, and
-what it does to these is dropped.
+what it does to these is dropped. Checkpoints of torch draw the same random numbers again, but not those of Python and
+numpy, with which a forward may choose to skip a layer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sternway._torch.memory import same_values
 from sternway._torch.tensors import version_of
 from sternway._tree import leaves
 from sternway.errors import PipelineError
+from sternway.pipeline.forward._python_random import PythonRandom
 
 _FIX = "leave its stage out of the schedule's recompute (with memory=, pass more), or change a copy"
 
@@ -46,7 +48,9 @@ class RecomputedForward:
         versions = _versions(given)
         mode = self._module.training
         before = _Before(self._module, self._changing.get(mode), _tensors([*map(_container, args), kwargs]))
+        drawn = PythonRandom() if self._randomly else None
         output = self._checkpoint(args, kwargs, lambda: (nullcontext(), before))
+        before.drawn = drawn if drawn is not None and drawn.has_drawn() else None
         if versions != _versions(given):
             raise PipelineError(
                 "what is recomputed cannot change in place what it is called with",
@@ -74,10 +78,13 @@ class _Before:
 
     Attributes:
         values: what those were that calls change.
+        drawn: where Python and numpy were with their random numbers, if the call drew some.
     """
 
     def __init__(self, module: nn.Module, changing: frozenset[str] | None, held: list[Tensor]) -> None:
         self._module, self._held, self._versions = module, held, _versions(held)
+        self.drawn: PythonRandom | None = None
+        self._drawn_now: PythonRandom | None = None
         buffers = _buffers(module)
         self._found = {name: (buffer, version_of(buffer)) for name, buffer in buffers.items()}
         self._now: dict[str, Tensor] = {}
@@ -121,12 +128,17 @@ class _Before:
                     got=f"{name} of a {type(self._module).__name__}, which was changed in place since",
                     fix=_FIX,
                 )
+        if self.drawn is not None:
+            self._drawn_now = PythonRandom()
+            self.drawn.put_back()
         self._now = _buffers(self._module)
         _put(self._module, {name: buffer for name, (buffer, _) in self._found.items()} | _copies(self.values))
 
     def __exit__(self, *_: object) -> None:
         _put(self._module, self._now)
         self._now = {}
+        if self._drawn_now is not None:
+            self._drawn_now.put_back()
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
