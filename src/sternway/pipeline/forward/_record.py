@@ -120,7 +120,8 @@ class Recorder(Follower):
         left: Sequence[LeftValue] = (),
     ) -> None:
         self._names = names_of_kept(model, pieces)
-        super().__init__(frozenset(self._names))
+        kept = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+        super().__init__({key: tensor for key, tensor in kept.items() if key in self._names})
         self._drawn = self._python  # the state when glue began
         self.flow = Flow()
         self._pieces = pieces
