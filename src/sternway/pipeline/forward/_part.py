@@ -20,7 +20,8 @@ from sternway.pipeline.forward._flow import Call, Crossing, Flow
 from sternway.pipeline.forward._follow import Key
 from sternway.pipeline.forward._own_loss import LABELS, filled, find_rule, loss_of
 from sternway.pipeline.forward._python_random import python_seeded
-from sternway.pipeline.forward._record import names_of_kept, record
+from sternway.pipeline.forward._record import record
+from sternway.pipeline.forward._recorder import names_of_kept
 from sternway.pipeline.forward._shield import Shield
 from sternway.pipeline.forward._stage_run import Message, StageRun, StageTask, Trail
 from sternway.pipeline.forward._untouched import untouched
