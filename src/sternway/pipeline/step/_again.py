@@ -1,6 +1,6 @@
 """A forward that runs again in the backward, and finds then what it found the first time.
 
-A forward may change buffers: it counts its calls, follows a mean, or improves the vectors of a spectral norm. When it
+A forward may change buffers and attributes: it counts its calls, follows a mean, or improves a spectral norm. When it
 runs again they would change twice, and it would compute from other values. So it is given copies of what they were, and
 what it does to these is dropped. Checkpoints of torch draw the same random numbers again, but not those of Python and
 numpy, with which a forward may choose to skip a layer.
@@ -22,6 +22,9 @@ from sternway._tree import leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._python_random import PythonRandom
 
+_Name = tuple[int, str]
+_MISSING: Any = object()
+_OF_TORCH = frozenset(vars(nn.Module()))
 _FIX = "leave its stage out of the schedule's recompute (with memory=, pass more), or change a copy"
 
 
@@ -83,6 +86,8 @@ class _Before:
 
     def __init__(self, module: nn.Module, changing: frozenset[str] | None, held: list[Tensor]) -> None:
         self._module, self._held, self._versions = module, held, _versions(held)
+        self._attributes = _attributes(module)
+        self._attributes_now: dict[_Name, Any] = {}
         self.drawn: PythonRandom | None = None
         self._drawn_now: PythonRandom | None = None
         buffers = _buffers(module)
@@ -113,6 +118,9 @@ class _Before:
             else:
                 same[name] = buffer, version
         self.values, self._found = kept, same
+        now = _attributes(self._module)
+        names = {name for name in self._attributes.keys() | now.keys() if _differ(self._attributes, now, name)}
+        self._attributes = {name: self._attributes.get(name, _MISSING) for name in names}
 
     def __enter__(self) -> None:
         if self._versions != _versions(self._held):
@@ -131,14 +139,42 @@ class _Before:
         if self.drawn is not None:
             self._drawn_now = PythonRandom()
             self.drawn.put_back()
+        now = _attributes(self._module) if self._attributes else {}
+        self._attributes_now = {name: now.get(name, _MISSING) for name in self._attributes}
+        _set_attributes(self._module, self._attributes)
         self._now = _buffers(self._module)
         _put(self._module, {name: buffer for name, (buffer, _) in self._found.items()} | _copies(self.values))
 
     def __exit__(self, *_: object) -> None:
         _put(self._module, self._now)
         self._now = {}
+        _set_attributes(self._module, self._attributes_now)
+        self._attributes_now = {}
         if self._drawn_now is not None:
             self._drawn_now.put_back()
+
+
+def _attributes(module: nn.Module) -> dict[_Name, Any]:
+    """What a module, and those in it, have by name besides parameters, buffers and modules."""
+    return {
+        (index, name): value
+        for index, each in enumerate(module.modules())
+        for name, value in vars(each).items()
+        if name not in _OF_TORCH
+    }
+
+
+def _differ(one: dict[_Name, Any], other: dict[_Name, Any], name: _Name) -> bool:
+    return one.get(name, _MISSING) is not other.get(name, _MISSING)
+
+
+def _set_attributes(module: nn.Module, values: dict[_Name, Any]) -> None:
+    owners = list(module.modules()) if values else []
+    for (index, name), value in values.items():
+        if value is _MISSING:
+            vars(owners[index]).pop(name, None)
+        else:
+            vars(owners[index])[name] = value
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
