@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -178,3 +180,66 @@ def test_blocks_that_cannot_run_again_are_not_asked_to() -> None:
     F.mse_loss(alone(x.clone()), x).backward()
     assert_same_grads(model, alone)
     assert not any(way.recompute for way in fit(made(), x[:2], ranks=2, n_microbatches=4).ways)
+
+
+class Chancy(nn.Module):
+    """Weighs what it adds by chance, as Python or numpy have it."""
+
+    def __init__(self, by_numpy: bool) -> None:
+        super().__init__()
+        self.linear, self.by_numpy = nn.Linear(DIM, DIM), by_numpy
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x).tanh() * float(numpy.random.rand() if self.by_numpy else random.random())
+
+
+@pytest.mark.parametrize("by_numpy", [False, True])
+def test_random_numbers_of_python_are_the_same_again(by_numpy: bool) -> None:
+    """Checkpoints of torch do not see to these: gradients were those of other numbers."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[Chancy(by_numpy) for _ in range(4)]), torch.randn(ROWS, DIM)
+    models, drawn = [model, copy.deepcopy(model)], []
+    for each, stages in zip(models, ((0, 1), ()), strict=True):
+        plan = replace(schedule.make("1f1b", ranks=2, microbatches=4), recompute=stages)
+        parts = {0: each[:2], 1: each[2:]}
+        pipe = Pipeline(parts, schedule=plan, loss_fn=F.mse_loss, ranks=2, transport=LocalTransport())
+        random.seed(1), numpy.random.seed(1)
+        pipe.step(x, target=x)
+        drawn.append((random.random(), numpy.random.rand()))
+    assert_same_grads(*models)
+    assert drawn[0] == drawn[1]
+
+
+class Counted(nn.Module):
+    """Weighs by how often it was called, and adds what it made the last time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.calls = nn.Linear(DIM, DIM), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.inner(x).tanh() * self.calls + getattr(self.inner, "last", 0)
+        self.inner.last = y.detach()
+        return y.sin()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_attributes_are_as_they_were(whole: bool) -> None:
+    """They were counted twice, and gradients were those of other numbers."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*[Counted() for _ in range(4)]), torch.randn(ROWS, DIM)
+    alone = copy.deepcopy(model)
+    plan = replace(schedule.make("zb-h1", ranks=2, microbatches=4), recompute=(0, 1))
+    pipe = Pipeline(
+        model if whole else {0: model[:2], 1: model[2:]}, schedule=plan, loss_fn=F.mse_loss, ranks=2,
+        transport=LocalTransport(),
+    )  # fmt: skip
+    for _ in range(2):
+        pipe.step(x, target=x)
+        for rows in x.chunk(4):
+            (F.mse_loss(alone(rows), rows) / 4).backward()
+    assert_same_grads(model, alone)
+    for mine, other in zip(model, alone, strict=True):
+        assert mine.calls == other.calls == 8
+        torch.testing.assert_close(mine.inner.last, other.inner.last)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from sternway.errors import PipelineError
 from sternway.pipeline import LocalTransport, Pipeline
+from sternway.pipeline.step._loss import WeighedLoss
 
 DIM = 4
 WEIGHT = torch.linspace(0.1, 2.0, DIM)
@@ -139,3 +141,69 @@ def test_losses_that_cancel_are_means() -> None:
         return (target * (1e4 + 1e-9 * output)).mean()  # of two rows all but nothing, in float32 some noise
 
     assert pipe_of(loss_fn).step(X, target=sign * (1 + 1e-6 * X)).loss is not None
+
+
+class Stateful(nn.Module):
+    """Counts its calls, by a buffer or an attribute, and weighs by them; a mean, or a sum and a count."""
+
+    def __init__(self, by_buffer: bool, pair: bool) -> None:
+        super().__init__()
+        self.calls, self.by_buffer, self.pair, self.drawn = 0, by_buffer, pair, [0.0]
+        if by_buffer:
+            self.register_buffer("counted", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Any:
+        self.calls += 1
+        self.drawn.append(random.random())
+        loss = F.mse_loss(output, target) * (1 + 0.1 * self.calls)
+        return (loss * len(output), len(output)) if self.pair else loss
+
+
+@pytest.mark.parametrize("by_buffer", [False, True])
+@pytest.mark.parametrize("pair", [False, True])
+def test_calls_that_do_not_count_leave_a_loss_as_it_was(by_buffer: bool, pair: bool) -> None:
+    loss_fn = Stateful(by_buffer, pair)
+    pipe = pipe_of(loss_fn)
+    random.seed(0)
+    loss = pipe.step(X, target=GOAL).loss
+    expected = [F.mse_loss(pipe.evaluate(X).outputs[i : i + 4], GOAL[i : i + 4]) for i in (0, 4)]
+    torch.testing.assert_close(loss, (expected[0] * 1.1 + expected[1] * 1.2) / 2)
+    assert (loss_fn.calls, len(loss_fn.drawn)) == (2, 3)
+
+
+class Summed(nn.Module):
+    def forward(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return (output - target).square().sum(), torch.tensor(float(target.shape[0]))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_loss() -> None:
+    """It cannot be called with other buffers, and need not be."""
+    found = [pipe_of(loss).step(X, target=GOAL).loss for loss in (Summed(), torch.jit.script(Summed()))]
+    torch.testing.assert_close(*found)
+
+
+def test_a_loss_that_goes_over_to_half_precision() -> None:
+    """What it is given is not: the mean of two rows differs from those of each by what is rounded."""
+    pipe = pipe_of(lambda output, target: F.mse_loss(output.bfloat16(), target.bfloat16()))
+    for seed in range(8):
+        torch.manual_seed(seed)
+        pipe.stages[1]._weighed = WeighedLoss()
+        pipe.step(torch.randn(8, DIM), target=GOAL)
+
+
+class Wide(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+def test_a_loss_under_autocast() -> None:
+    """What it computes in half precision may be rounded in another way for one row than for two."""
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(output.float(), target) * (1 + 0.004 * (len(output) == 1))
+
+    stages = {0: nn.Linear(DIM, DIM), 1: nn.Sequential(nn.Linear(DIM, DIM), Wide())}
+    pipe = Pipeline(stages, schedule="1f1b", n_microbatches=2, ranks=2, loss_fn=loss_fn, transport=LocalTransport())
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe.step(X, target=GOAL)

@@ -175,3 +175,77 @@ def test_the_norm_of_complex_gradients() -> None:
     torch.testing.assert_close(pipe.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
     for mine, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
+
+
+class Remembering(nn.Module):
+    """Adds its own last output, and counts its calls, which weigh it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.seen, self.pair = nn.Linear(DIM, DIM), 0, [0], (torch.zeros(()), 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        if not hasattr(self, "memory"):
+            self.memory = torch.zeros(())
+        y = torch.tanh(self.linear(x)) + 0.5 * self.memory + 0.1 * self.pair[0] + 0.01 * len(self.seen)
+        self.memory, self.pair = y.detach() / self.calls, (y.detach(), self.calls)
+        return y
+
+
+class Between(nn.Module):
+    """Counts in code between the modules, and makes a table when it needs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Remembering() for _ in range(4))
+        self.count, self.rows = 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if len(x) > self.rows:
+            self.rows = len(x)
+            self.register_buffer("table", torch.linspace(0, 1, len(x)).view(-1, 1), persistent=False)
+        for layer in self.layers:
+            x = layer(x) * (1 + 0.1 * self.count) + self.table
+        return x
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.calls = nn.Parameter(torch.ones(())), 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += 1
+        return F.mse_loss(output * self.scale, target) * (1 + 0.1 * self.calls)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_repeated_step_finds_attributes_and_the_loss_as_they_were(whole: bool) -> None:
+    """Counts were counted twice, memories were those of the step itself, and the loss had two gradients."""
+    model = Between() if whole else nn.Sequential(Remembering(), Remembering())
+    loss_fn = Scaled()
+    plain, plain_loss = copy.deepcopy(model), copy.deepcopy(loss_fn)
+    options = {"loss_fn": loss_fn, "schedule": "1f1b", "n_microbatches": 2, "transport": LocalTransport(), "ranks": 2}
+    stages = {"sample": torch.zeros(2, DIM), "cuts": ["layers.2"]} if whole else {}
+    pipe = Pipeline(model if whole else dict(enumerate(model)), **options, **stages)
+    mine, other = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (pipe, plain))
+    for _ in range(3):
+        x, target = batch()
+        pipe.step(x, target=target)
+        pipe.optimizer_step(mine, max_norm=0.1)
+        for rows, goal in zip(x.chunk(2), target.chunk(2), strict=True):
+            (plain_loss(plain(rows), goal) / 2).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        other.step(), other.zero_grad()
+    pipe.settle()
+    assert_same(model, plain)
+    torch.testing.assert_close(loss_fn.scale.grad, plain_loss.scale.grad)
+    assert_same(loss_fn, plain_loss)
+    assert loss_fn.calls == plain_loss.calls == 6

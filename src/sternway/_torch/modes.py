@@ -33,6 +33,21 @@ def own_buffers(module: nn.Module) -> list[Tensor]:
     return [buffer for buffer in module._buffers.values() if buffer is not None]
 
 
+def buffers_by_name(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers of a module, without those of the modules in it; None where one may be put later."""
+    return dict(module._buffers)
+
+
+def put_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
+    """Put a buffer into its place, which a module has or had."""
+    module._buffers[name] = buffer
+
+
+def take_buffer(module: nn.Module, name: str) -> None:
+    """Remove a buffer. If it comes again, it is persistent or not as it was."""
+    module._buffers.pop(name, None)
+
+
 WHOLE_CALL = "_compiled_call_impl"
 """What a module calls in place of its forward and hooks, if it has such an attribute."""
 
@@ -97,7 +112,10 @@ def _buffers() -> bool:
     norm = nn.Sequential(nn.BatchNorm1d(2))
     norm.register_buffer("none", None)
     norm.register_buffer("own", torch.ones(1))
-    return [id(buffer) for buffer in own_buffers(norm)] == [id(norm.own)]
+    names, found = buffers_by_name(norm), [id(buffer) for buffer in own_buffers(norm)]
+    put_buffer(norm, "none", names["own"])
+    take_buffer(norm, "own")
+    return found == [id(names["own"])] and names.keys() == {"none", "own"} and buffers_by_name(norm).keys() == {"none"}
 
 
 @probe(

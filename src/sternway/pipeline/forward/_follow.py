@@ -48,12 +48,14 @@ PIECE = ""
 class Follower(TorchFunctionMode):
     """A function mode that sees the glue of one forward, and is told of the calls of pieces."""
 
-    def __init__(self, kept: frozenset[int]) -> None:
+    def __init__(self, kept: Mapping[int, Tensor]) -> None:
         super().__init__()
         self.segment = 0
         self._python = python_random_state()
         self._aside = False  # inside a piece
-        self._kept = kept  # ids of buffers inside pieces; parameters are known by their type
+        # Buffers inside pieces, by id; parameters are known by their type. They are held: a piece may put another one
+        # there, and what glue makes then must not get the id of the old one.
+        self._kept = kept
         self._counts: Counter[str] = Counter()
         self._keys: dict[int, tuple[weakref.ref[Tensor], Key]] = {}
         self._written: dict[int, torch.UntypedStorage] = {}  # storages that glue changed with what depends

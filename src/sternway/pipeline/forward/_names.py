@@ -54,7 +54,7 @@ FROM_PYTHON = frozenset(("tensor", "as_tensor"))
 """Functions that make tensors of what Python or numpy have, which may have drawn random numbers."""
 
 
-def python_random_state() -> tuple[object, ...]:
+def python_random_state() -> tuple[Any, ...]:
     """Changes when Python or numpy draw random numbers."""
     numpy = sys.modules.get("numpy")
     if numpy is None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sternway._torch.modes import has_backward_hooks, own_buffers
+from sternway._torch.modes import buffers_by_name, has_backward_hooks, own_buffers
 from sternway._torch.tensors import version_of
 from sternway._tree import TensorIndex
 from sternway.errors import PipelineError
@@ -20,7 +20,8 @@ from sternway.pipeline.forward._flow import Call, Crossing, Flow
 from sternway.pipeline.forward._follow import Key
 from sternway.pipeline.forward._own_loss import LABELS, filled, find_rule, loss_of
 from sternway.pipeline.forward._python_random import python_seeded
-from sternway.pipeline.forward._record import names_of_kept, record
+from sternway.pipeline.forward._record import record
+from sternway.pipeline.forward._recorder import names_of_kept
 from sternway.pipeline.forward._shield import Shield
 from sternway.pipeline.forward._stage_run import Message, StageRun, StageTask, Trail
 from sternway.pipeline.forward._untouched import untouched
@@ -78,14 +79,18 @@ class CutModel:
         everywhere = set(range(self.last + 1)) if flow is None else {0}
         return {key: stages or everywhere for key, stages in found.items()}
 
-    def buffers_inside(self) -> frozenset[int]:
-        """The ids of the buffers that the pieces have now."""
-        return frozenset(id(buffer) for module in self._inside for buffer in own_buffers(module))
+    def buffers_inside(self) -> dict[int, Tensor]:
+        """The buffers that the pieces have now, by id."""
+        return {id(buffer): buffer for module in self._inside for buffer in own_buffers(module)}
 
-    def buffers_outside(self) -> list[tuple[str, Tensor, int]]:
-        """The buffers that code between the pieces may use: names, and what they are now."""
-        found = [(name, buffer) for name, module in self._outside for buffer in own_buffers(module)]
-        return [(name, buffer, 0 if buffer.is_inference() else version_of(buffer)) for name, buffer in found]
+    def buffers_outside(self) -> dict[tuple[str, str], tuple[Tensor, int]]:
+        """The buffers that code between the pieces may use, by module and name, and what they are now."""
+        return {
+            (name, own): (buffer, version_of(buffer))
+            for name, module in self._outside
+            for own, buffer in buffers_by_name(module).items()
+            if buffer is not None
+        }
 
     def check_hooks(self) -> None:
         """Raise if a module that is cut inside has hooks for gradients: no stage has both its input and its output."""
@@ -224,6 +229,11 @@ class ModelPart(nn.Module):
         return super().load_state_dict(*args, **kwargs)
 
     @property
+    def attributes(self) -> OwnAttributes:
+        """What each stage of the whole model has of the attributes outside of pieces."""
+        return self._cut[0].attributes
+
+    @property
     def model(self) -> nn.Module:
         """The whole model."""
         return self._cut[0].model
@@ -263,7 +273,7 @@ class ModelPart(nn.Module):
         for shield in self._shields:
             shield.clear()
         self._cut[0].check_hooks()
-        outside = self._cut[0].buffers_outside() if task.last else []
+        outside = self._cut[0].buffers_outside() if task.last else {}
         with _drawing(task):
             run = StageRun(task, self._shields[0].give(batch), self._shields[1].give(values), trail)
             result, made, noted = run.run()
@@ -317,12 +327,15 @@ def _drawing(task: StageTask) -> AbstractContextManager[None]:
     return nullcontext() if task.python_seed is None else python_seeded(task.python_seed)
 
 
-def _check_outside(before: list[tuple[str, Tensor, int]], after: list[tuple[str, Tensor, int]]) -> None:
-    for (name, buffer, version), (_, now, now_version) in zip(before, after, strict=False):
+def _check_outside(
+    before: dict[tuple[str, str], tuple[Tensor, int]], after: dict[tuple[str, str], tuple[Tensor, int]]
+) -> None:
+    for (module, name), (buffer, version) in before.items():
+        now, now_version = after.get((module, name), (None, 0))
         if now is not buffer or now_version != version:
             raise PipelineError(
                 "code between the modules changes a buffer, and every stage runs it",
-                got=f"a buffer of {name or 'the model'}, of shape {tuple(buffer.shape)}",
+                got=f"{name} of {module or 'the model'}, of shape {tuple(buffer.shape)}",
                 fix="change it inside a module",
             )
 

@@ -11,19 +11,40 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import final
+
+from sternway.pipeline.forward._names import python_random_state
+
+
+@final
+class PythonRandom:
+    """Where Python and numpy are now with their random numbers."""
+
+    def __init__(self) -> None:
+        self._state = python_random_state()
+
+    def has_drawn(self) -> bool:
+        """Whether any were drawn since."""
+        return self._state != python_random_state()
+
+    def put_back(self) -> None:
+        """Go on drawing from there."""
+        python, *of_numpy = self._state
+        random.setstate(python)
+        if of_numpy:
+            numpy = sys.modules["numpy"]
+            kind, keys, *rest = of_numpy
+            numpy.random.set_state((kind, numpy.frombuffer(keys, dtype="uint32"), *rest))
 
 
 @contextmanager
 def python_unchanged() -> Iterator[None]:
     """A block after which Python and numpy go on drawing as if it had not been."""
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    before = PythonRandom()
     try:
         yield
     finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
+        before.put_back()
 
 
 @contextmanager

@@ -79,7 +79,7 @@ class StageTask:
     stage: int
     last: int
     stage_of_call: Mapping[Call, int]
-    kept: frozenset[int]
+    kept: Mapping[int, Tensor]
     device: torch.device
     python_seed: int | None
 

@@ -1,8 +1,9 @@
 """A forward that runs again in the backward, and finds then what it found the first time.
 
-A forward may change buffers: it counts its calls, follows a mean, or improves the vectors of a spectral norm. When it
+A forward may change buffers and attributes: it counts its calls, follows a mean, or improves a spectral norm. When it
 runs again they would change twice, and it would compute from other values. So it is given copies of what they were, and
-what it does to these is dropped.
+what it does to these is dropped. Checkpoints of torch draw the same random numbers again, but not those of Python and
+numpy, with which a forward may choose to skip a layer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from sternway._torch.memory import same_values
 from sternway._torch.tensors import version_of
 from sternway._tree import leaves
 from sternway.errors import PipelineError
+from sternway.pipeline.forward._python_random import PythonRandom
 
+_Name = tuple[int, str]
+_MISSING: Any = object()
+_OF_TORCH = frozenset(vars(nn.Module()))
 _FIX = "leave its stage out of the schedule's recompute (with memory=, pass more), or change a copy"
 
 
@@ -46,7 +51,9 @@ class RecomputedForward:
         versions = _versions(given)
         mode = self._module.training
         before = _Before(self._module, self._changing.get(mode), _tensors([*map(_container, args), kwargs]))
+        drawn = PythonRandom() if self._randomly else None
         output = self._checkpoint(args, kwargs, lambda: (nullcontext(), before))
+        before.drawn = drawn if drawn is not None and drawn.has_drawn() else None
         if versions != _versions(given):
             raise PipelineError(
                 "what is recomputed cannot change in place what it is called with",
@@ -74,10 +81,15 @@ class _Before:
 
     Attributes:
         values: what those were that calls change.
+        drawn: where Python and numpy were with their random numbers, if the call drew some.
     """
 
     def __init__(self, module: nn.Module, changing: frozenset[str] | None, held: list[Tensor]) -> None:
         self._module, self._held, self._versions = module, held, _versions(held)
+        self._attributes = _attributes(module)
+        self._attributes_now: dict[_Name, Any] = {}
+        self.drawn: PythonRandom | None = None
+        self._drawn_now: PythonRandom | None = None
         buffers = _buffers(module)
         self._found = {name: (buffer, version_of(buffer)) for name, buffer in buffers.items()}
         self._now: dict[str, Tensor] = {}
@@ -106,6 +118,9 @@ class _Before:
             else:
                 same[name] = buffer, version
         self.values, self._found = kept, same
+        now = _attributes(self._module)
+        names = {name for name in self._attributes.keys() | now.keys() if _differ(self._attributes, now, name)}
+        self._attributes = {name: self._attributes.get(name, _MISSING) for name in names}
 
     def __enter__(self) -> None:
         if self._versions != _versions(self._held):
@@ -121,12 +136,45 @@ class _Before:
                     got=f"{name} of a {type(self._module).__name__}, which was changed in place since",
                     fix=_FIX,
                 )
+        if self.drawn is not None:
+            self._drawn_now = PythonRandom()
+            self.drawn.put_back()
+        now = _attributes(self._module) if self._attributes else {}
+        self._attributes_now = {name: now.get(name, _MISSING) for name in self._attributes}
+        _set_attributes(self._module, self._attributes)
         self._now = _buffers(self._module)
         _put(self._module, {name: buffer for name, (buffer, _) in self._found.items()} | _copies(self.values))
 
     def __exit__(self, *_: object) -> None:
         _put(self._module, self._now)
         self._now = {}
+        _set_attributes(self._module, self._attributes_now)
+        self._attributes_now = {}
+        if self._drawn_now is not None:
+            self._drawn_now.put_back()
+
+
+def _attributes(module: nn.Module) -> dict[_Name, Any]:
+    """What a module, and those in it, have by name besides parameters, buffers and modules."""
+    return {
+        (index, name): value
+        for index, each in enumerate(module.modules())
+        for name, value in vars(each).items()
+        if name not in _OF_TORCH
+    }
+
+
+def _differ(one: dict[_Name, Any], other: dict[_Name, Any], name: _Name) -> bool:
+    return one.get(name, _MISSING) is not other.get(name, _MISSING)
+
+
+def _set_attributes(module: nn.Module, values: dict[_Name, Any]) -> None:
+    owners = list(module.modules()) if values else []
+    for (index, name), value in values.items():
+        if value is _MISSING:
+            vars(owners[index]).pop(name, None)
+        else:
+            vars(owners[index])[name] = value
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:

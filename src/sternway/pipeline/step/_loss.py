@@ -18,6 +18,8 @@ from torch.func import functional_call
 
 from sternway._tree import leaves, replace_leaves
 from sternway.errors import PipelineError
+from sternway.pipeline.forward._plain import PlainAttributes
+from sternway.pipeline.forward._untouched import untouched
 from sternway.pipeline.step._mean import check_mean, has_rows
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.transport._later import to_host
@@ -118,14 +120,21 @@ def _count(loss_fn: LossFn, output: Any, target: Any) -> float:
 
 
 def _aside(loss_fn: LossFn) -> Callable[[Any, Any], Any]:
-    """The same loss, of which a module's buffers are not changed: these calls do not count."""
+    """The same loss, of which a module's buffers and attributes are not changed: these calls do not count."""
     if not isinstance(loss_fn, nn.Module):
         return loss_fn
     module = loss_fn
 
     def call(output: Any, target: Any) -> Any:
+        if isinstance(module, torch.jit.ScriptModule):  # which cannot be called with other buffers
+            with untouched(module):
+                return module(output, target)
         copies = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        return functional_call(module, copies, (output, target))
+        attributes = PlainAttributes(module.modules())
+        try:
+            return functional_call(module, copies, (output, target)) if copies else module(output, target)
+        finally:
+            attributes.put_back()
 
     return call
 

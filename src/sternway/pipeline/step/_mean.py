@@ -18,9 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from sternway._torch.modes import uncompiled
 from sternway._torch.saved_hooks import intercept
 from sternway._tree import leaves, replace_leaves
 from sternway.errors import PipelineError
+from sternway.pipeline.forward._python_random import python_unchanged
 
 _IGNORED = -100  # means over labels that are not this have a check of their own
 _PROCESSES = {"c10d", "_c10d_functional", "c10d_functional", "symm_mem"}  # namespaces of operators
@@ -70,15 +72,23 @@ def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: i
     if any(not t.is_floating_point() and bool((t.narrow(dim, 0, 2) == _IGNORED).any()) for t in cut):
         return False
 
+    half = any((t.is_floating_point() and t.itemsize < 4) or torch.is_autocast_enabled(t.device.type) for t in cut)
+
     def loss_of(first: int, count: int) -> float:
+        nonlocal half
+
         def some(leaf: Any) -> Any:
             return leaf.detach().narrow(dim, first, count) if isinstance(leaf, Tensor) and leaf.ndim > dim else leaf
 
         found = call(replace_leaves(some, output), replace_leaves(some, target))
-        return float(found.detach()) if isinstance(found, Tensor) and found.numel() == 1 else math.nan
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            return math.nan
+        half |= found.itemsize < 4  # it may have gone over to half precision by itself
+        return float(found.detach())
 
     try:
-        with torch.no_grad(), _alone(), warnings.catch_warnings():
+        # A compiled loss would be compiled for these few rows, too.
+        with torch.no_grad(), _alone(), uncompiled(), python_unchanged(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             both, again, first, second = loss_of(0, 2), loss_of(0, 2), loss_of(0, 1), loss_of(1, 1)
     except _TalksError:
@@ -87,7 +97,6 @@ def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: i
         return False
     if both != again or not all(map(math.isfinite, (both, first, second))):
         return False  # it draws random numbers, or a row has no loss
-    half = any(t.is_floating_point() and t.itemsize < 4 for t in cut)
     size = max(abs(both), abs(first), abs(second))  # the two may nearly cancel
     if abs(both - (first + second) / 2) > (0.05 if half else 1e-3) * size + 1e-6:
         raise PipelineError(
