@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+"""The release: 2, 13."""
 GRACE = 30.0
 """So many seconds have the other ranks after one has failed."""
 

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import schedules
 from torch.nn import functional as F
 
 from compare import assert_same_grads
-from gloo import on_ranks
+from gloo import TORCH, on_ranks
 from sternway import split
 
 DIM, MICROBATCHES = 8, 4
@@ -68,4 +68,6 @@ def _train(rank: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_gradients_equal_one_process(name: str) -> None:
+    if TORCH < (2, 13) and SCHEDULES[name][0] == [0, 3]:
+        pytest.skip("torch's V schedules send to themselves, which gloo refuses")
     on_ranks(2, _train, name)

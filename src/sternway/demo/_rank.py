@@ -50,7 +50,7 @@ class _Progress:
 
     def __init__(self, options: DemoOptions, reports: Any) -> None:
         self._reports, self._done = reports, 0
-        ways = 2 + len(_torch_schedules(options.ranks))  # one process, ours and torch's
+        ways = 2 + len(_torch_schedules(options))  # one process, ours and torch's
         self._total = options.steps + ways * (options.compared_steps + 1)
 
     def about(self, text: str) -> None:
@@ -156,7 +156,7 @@ def _compare_speed(
 
     ways: dict[str, Callable[[], None]] = {"sternway": ours}
     say.about("building torch's schedules")
-    for name, placement in _torch_schedules(options.ranks).items():
+    for name, placement in _torch_schedules(options).items():
         ways[f"torch {name}"] = _torch_step(rank, name, placement, copy.deepcopy(model), options, x, target)
     seconds: dict[str, list[float]] = {name: [] for name in ("one process", *ways)}
     for number in range(options.compared_steps + 1):
@@ -179,11 +179,15 @@ def _compare_speed(
     outcome.seconds = medians
 
 
-def _torch_schedules(ranks: int) -> dict[str, list[list[int]]]:
-    return {
-        "Schedule1F1B": [[rank] for rank in range(ranks)],
-        "ScheduleZBVZeroBubble": [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)],
-    }
+def _torch_schedules(options: DemoOptions) -> dict[str, list[list[int]]]:
+    """Two of torch's own schedules, and where their stages are."""
+    ranks, release = options.ranks, tuple(map(int, torch.__version__.split(".")[:2]))
+    found = {"Schedule1F1B": [[rank] for rank in range(ranks)]}
+    if release >= (2, 13) or torch.device(options.device).type == "cuda":
+        found["ScheduleZBVZeroBubble"] = [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
+    else:  # there V schedules send to themselves, which gloo refuses
+        found["ScheduleInterleavedZeroBubble"] = [[rank, rank + ranks] for rank in range(ranks)]
+    return found
 
 
 def _torch_step(
