@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from sternway._tree import leaves, replace_leaves
 from sternway.errors import PipelineError
+from sternway.pipeline.forward._own_loss import IGNORED
 from sternway.pipeline.forward._plain import PlainAttributes
 from sternway.pipeline.forward._untouched import untouched
 from sternway.pipeline.step._mean import check_mean, has_rows
@@ -26,9 +27,6 @@ from sternway.pipeline.transport._later import to_host
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
 """``loss_fn(output, target)`` returns the mean over the rows, or a sum and the count to divide it by."""
-
-IGNORED = -100
-"""The label that torch's losses leave out."""
 
 
 class WeighedLoss:

@@ -22,9 +22,9 @@ from sternway._torch.modes import uncompiled
 from sternway._torch.saved_hooks import intercept
 from sternway._tree import leaves, replace_leaves
 from sternway.errors import PipelineError
+from sternway.pipeline.forward._own_loss import IGNORED
 from sternway.pipeline.forward._python_random import python_unchanged
 
-_IGNORED = -100  # means over labels that are not this have a check of their own
 _PROCESSES = {"c10d", "_c10d_functional", "c10d_functional", "symm_mem"}  # namespaces of operators
 _FIX = (
     "return (sum, count): the sum over rows, and what the sums are divided by; if rows are to be compared with each "
@@ -69,8 +69,8 @@ def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: i
         dim: where the rows are.
     """
     cut = [leaf for leaf in leaves([output, target]) if isinstance(leaf, Tensor) and leaf.ndim > dim]
-    if any(not t.is_floating_point() and bool((t.narrow(dim, 0, 2) == _IGNORED).any()) for t in cut):
-        return False
+    if any(not t.is_floating_point() and bool((t.narrow(dim, 0, 2) == IGNORED).any()) for t in cut):
+        return False  # means over other labels have a check of their own
 
     half = any((t.is_floating_point() and t.itemsize < 4) or torch.is_autocast_enabled(t.device.type) for t in cut)
 
