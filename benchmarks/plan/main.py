@@ -1,6 +1,6 @@
 """Is the plan the run? Planned and measured steps, predicted and measured memory, and "auto" beside all schedules.
 
-    python benchmarks/plan/main.py [--ranks 2,4,8] [--device cuda] [--rounds N] [--steps N] [--bytes] [--json]
+    python benchmarks/plan/main.py [--ranks 2,4,8] [--device cuda] [--asleep MS] [--rounds N] [--steps N] [--bytes] [--json]
 
 GPT blocks, two for each rank, and twice as many microbatches as ranks. On CPUs: microbatches of 2 × 64 tokens, gloo
 ranks with one thread each. On a GPU, which the ranks share as small GPUs (``tests/small_gpus.py``): bfloat16,
@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="steps in one timing of a named schedule")
     parser.add_argument("--all-steps", type=int, default=100, help="steps of auto, its tries included")
     parser.add_argument("--dim", type=int, default=None)
+    parser.add_argument("--asleep", type=float, default=0.0, metavar="MS", help="blocks sleep: an F, I, W of a rank")
     parser.add_argument("--bytes", action="store_true", help="memory alone, which does not depend on the load")
     parser.add_argument("--schedules", default="", help="of the named ones, these alone")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one number of ranks")
@@ -73,6 +74,7 @@ def main() -> None:
             arguments.all_steps,
             only,
             times=not arguments.bytes,
+            asleep=arguments.asleep / 1e3,
         )
         for ranks in arguments.ranks.split(",")
     ]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from asleep import AsleepBlock
 from models import gpt
 
 from sternway import pipeline, schedule
@@ -44,6 +45,7 @@ class Case:
     all_steps: int  # of "auto", from its first one on
     only: tuple[str, ...] = ()  # these schedules
     times: bool = True  # or bytes alone
+    asleep: float = 0.0  # seconds of an F, an I and a W of a rank, if blocks sleep instead of computing
 
     @property
     def microbatches(self) -> int:
@@ -64,6 +66,9 @@ class Case:
     def model(self) -> nn.Module:
         """Two blocks for each rank, so that schedules with two stages on each can run."""
         torch.manual_seed(0)
+        if self.asleep:
+            half = self.asleep / 2
+            return nn.Sequential(*(AsleepBlock(self.dim, half, half, half) for _ in range(2 * self.ranks)))
         with torch.device(self.device):
             return gpt(self.dim, 2 * self.ranks, heads=max(4, self.dim // 128)).to(self.dtype)
 

@@ -63,5 +63,20 @@ def test_as_many_steps_in_a_row(name: str, costs: Costs) -> None:
 def test_a_measured_timeline_repeats_after_its_span() -> None:
     plan = schedule.make("1f1b", ranks=2, microbatches=4)
     simulated = plan.simulate()
-    measured = schedule.Timeline.measured(plan, [[(e.start, e.end) for e in rank] for rank in simulated.events])
+    times = [[(e.start, e.end) for e in rank] for rank in simulated.events]
+    measured = schedule.Timeline.measured(plan, times)
     assert measured.period == measured.span == simulated.span
+    assert measured.turn is None
+
+
+def test_the_time_between_two_steps_counts() -> None:
+    plan, costs = schedule.make("zb-h2", ranks=4, microbatches=8), Costs(turn=2.0)
+    simulated = plan.simulate(costs)
+    assert simulated.period == plan.simulate().period + 2.0
+    assert simulated.makespan == plan.simulate().makespan, "of one step alone"
+    times = [[(e.start, e.end) for e in rank] for rank in simulated.events]
+    measured = schedule.Timeline.measured(plan, times, turn=2.0)
+    first = simulated.events[plan.rank_of(0)]
+    assert measured.period == 2.0 + first[-1].end - first[0].start
+    assert schedule.measured_costs(measured, Costs()).turn == 2.0
+    assert schedule.measured_costs(schedule.Timeline.measured(plan, times), costs).turn == 2.0, "as planned"

@@ -141,6 +141,8 @@ class Costs:
         W: time of a backward to the weights; one number, or one for each stage.
         B: time of a whole backward; one number, or one for each stage. I + W unless given; one call may cost less.
         comm: from the end of an action until another rank has its result. Within a rank this takes no time.
+        turn: time of a rank between two steps: to cut the batch, collect the loss, run the optimizer. Counts in
+            ``Timeline.period``.
         memory_after_I: what is still kept between I and W, of what F kept; one number, or one for each stage.
         activation_bytes: what one microbatch's forward keeps on one rank, the unit of memory, in bytes; 0 if unknown.
         static_bytes: what a rank holds anyway, in bytes: parameters, their gradients, the optimizer's state.
@@ -183,6 +185,7 @@ class Costs:
     memory_offloaded: float | Sequence[float] = 0.0
     overlap: float | Sequence[float] = 1.0
     blocks: int | Sequence[int] = 1
+    turn: float = 0.0
 
     def __post_init__(self) -> None:
         lengths: dict[str, int] = {}
@@ -199,7 +202,7 @@ class Costs:
                 got=", ".join(f"{n} for {name}" for name, n in lengths.items()),
                 fix="pass sequences as long as there are stages",
             )
-        for name in ("comm", "activation_bytes", "static_bytes"):
+        for name in ("comm", "turn", "activation_bytes", "static_bytes"):
             object.__setattr__(self, name, _amount(name, getattr(self, name)))
         blocks = tuple(self.blocks) if isinstance(self.blocks, Sequence) else (self.blocks,)
         if not all(type(count) is int and count >= 0 for count in blocks):

@@ -16,7 +16,10 @@ _ON_LINK = ("UNSHARD", "REDUCE_GRAD")
 
 
 def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> Costs:
-    """Return the costs that measured timelines show, one number for each stage: medians over the microbatches.
+    """Return the costs that measured timelines show, one number for each stage: means over the microbatches.
+
+    A step takes what its actions take in sum, so means make a plan as long as the run. Of an action that took more than
+    twice as long as most, twice as long counts: what held it up is not the stage's.
 
     What the steps did not have is taken from ``planned``: where there is B alone, I and W share its time as they do
     there, and the other way round. A message's time is seen where a rank waits for it; where none waits, ``comm`` is
@@ -61,7 +64,7 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
     for event in (event for run in runs for rank in run.events for event in rank):
         if isinstance(event.action, Action):
             times[event.action.op, event.action.stage].append(event.end - event.start)
-    seen = {key: statistics.median(values) for key, values in times.items()}
+    seen = {key: _mean(values) for key, values in times.items()}
     lacking = [stage for stage in range(schedule.num_stages) if ("F", stage) not in seen]
     if lacking:
         raise ScheduleError("a measured step must have F of every stage", got=f"none of {lacking}", fix="pass a step's")
@@ -78,10 +81,16 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
         W=w,
         B=b if planned.B is not None or any(op == "B" for op, _ in seen) else None,
         comm=_comm(runs, planned.comm),
+        turn=statistics.median(turns) if (turns := [run.turn for run in runs if run.turn is not None]) else planned.turn,
         gather=_carried(runs, "UNSHARD", expected.gather, planned.gather),
         reduce=_carried(runs, "REDUCE_GRAD", expected.reduce, planned.reduce),
         overlap=_overlap(runs, f, b, expected.overlap),
     )
+
+
+def _mean(values: Sequence[float]) -> float:
+    most = 2 * statistics.median(values)
+    return statistics.fmean(min(value, most) for value in values)
 
 
 def _overlap(

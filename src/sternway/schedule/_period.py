@@ -6,7 +6,7 @@ follow from those at which they ended the one before, in the same way every time
     rank 0  |── step 1 ──|── step 2 ──|── step 3 ──|           ends[n + 1] = after(ends[n])
     rank 1     |── step 1 ──|── step 2 ──|── step 3 ──|        after() takes only sums and maxima
 
-Such times end in a pattern that repeats (max-plus linear systems): some steps later, all ranks are later by the same
+Between two steps a rank takes ``Costs.turn``. Such times end in a pattern that repeats (max-plus linear systems): some steps later, all ranks are later by the same
 amount. That amount, for one step, is the period. Where stages are sharded, a rank ends a step when its last reduction
 has, since the optimizer waits for that.
 """
@@ -25,7 +25,7 @@ def period_of(schedule: Schedule, costs: Costs) -> float:
     steps = _steps(schedule, costs.per_stage(schedule.placement, schedule.recompute, schedule.copies))
     ends = [[0.0] * schedule.ranks]
     for number in range(1, _MOST + 1):
-        ends.append(_after(ends[-1], steps, costs.comm))
+        ends.append([end + costs.turn for end in _after(ends[-1], steps, costs.comm)])
         for earlier in range(number - 1, -1, -1):
             shifts = [now - then for now, then in zip(ends[number], ends[earlier], strict=True)]
             if max(shifts) - min(shifts) <= EPSILON * max(shifts):

@@ -12,7 +12,7 @@ busiest rank, so that the rate is 0 when no other order of the same actions coul
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,6 +77,8 @@ class Timeline:
         critical_path: the events that determine the makespan, first to last: each starts when the one before it
             ends, or when its result arrives.
         bottlenecks: what the critical path consists of, the largest part first.
+        turn: if measured, how long the rank of the first stage took from its last action of the step before to its
+            first of this one; None if there was no step before, or it was not recorded.
     """
 
     schedule: "Schedule"
@@ -89,6 +91,7 @@ class Timeline:
     bubble_rate: float
     critical_path: tuple[Event, ...]
     bottlenecks: tuple[Bottleneck, ...]
+    turn: float | None = None
 
     def __repr__(self) -> str:
         return (
@@ -108,7 +111,8 @@ class Timeline:
     def period(self) -> float:
         """The time of a step when steps follow each other, and each rank begins the next one as soon as it is free.
 
-        If measured: ``span``, after which every rank could begin the same again.
+        If measured: from the end of the step before to that of this one, on the rank of the first stage, which waits for
+        nobody to begin; if ``turn`` is unknown, ``span``, after which every rank could begin the same again.
 
         Example:
             >>> from sternway import schedule
@@ -118,7 +122,12 @@ class Timeline:
         """
         from sternway.schedule._period import period_of
 
-        return period_of(self.schedule, self.costs) if self.critical_path else self.span
+        if self.critical_path:
+            return period_of(self.schedule, self.costs)
+        if self.turn is None:
+            return self.span
+        first = self.events[self.schedule.rank_of(0)]
+        return self.turn + max(event.end for event in first) - first[0].start
 
     @property
     def peaks(self) -> tuple[float, ...]:
@@ -181,11 +190,12 @@ class Timeline:
         times: Sequence[Sequence[tuple[float, float]]],
         memory_after_I: float = 1.0,
         costs: Costs | None = None,
+        turn: float | None = None,
     ) -> "Timeline":
         """Build a timeline from measured times: each rank's (start, end) of every action, all on one clock.
 
         The first start becomes 0. A measured timeline has no critical path and no bottlenecks. Its memory is that of
-        ``costs``, if given, of which nothing else counts.
+        ``costs``, if given, of which nothing else counts. ``turn`` is the time between it and the step before.
 
         Example:
             >>> from sternway import schedule
@@ -202,7 +212,7 @@ class Timeline:
             for rank, pairs in enumerate(times)
         ]
         memory = Costs(memory_after_I=memory_after_I) if costs is None else costs.memory_alone()
-        return timeline_of(schedule, memory, events)
+        return replace(timeline_of(schedule, memory, events), turn=turn)
 
     def to_chrome_trace(self) -> str:
         """Return a Chrome trace (JSON), which Perfetto and chrome://tracing open."""

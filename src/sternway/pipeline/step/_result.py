@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,14 +84,20 @@ def gather_timeline(
     times: Callable[[], RankTimes],
     offsets: list[float],
     costs: Costs,
+    before: Callable[[], RankTimes] | None = None,
 ) -> Callable[[], Timeline]:
-    """A function that waits for the times of every rank, and puts them on the clock of the first."""
-    width = max(len(steps) for steps in schedule.actions)
+    """A function that waits for the times of every rank, and puts them on the clock of the first.
+
+    ``before`` gives those of the step before in this process, if it is known.
+    """
+    width, first = max(len(steps) for steps in schedule.actions), schedule.rank_of(0)
 
     def numbers() -> Rows:
-        found = times()
+        found, ended = times(), {} if before is None else before()
         return [
-            [number for pair in found[rank] for number in pair] + [0.0] * (2 * (width - len(found[rank])))
+            [max(end for _, end in ended[rank]) if ended.get(rank) else math.nan]
+            + [number for pair in found[rank] for number in pair]
+            + [0.0] * (2 * (width - len(found[rank])))
             for rank in sorted(found)
         ]
 
@@ -98,11 +105,13 @@ def gather_timeline(
 
     @functools.cache
     def timeline() -> Timeline:
-        everyone = []
-        for rank, row in enumerate(rows()):
+        everyone, turn = [], None
+        for rank, (ended, *row) in enumerate(rows()):
             used = len(schedule.actions[rank])
             everyone.append([(row[2 * i] - offsets[rank], row[2 * i + 1] - offsets[rank]) for i in range(used)])
-        return Timeline.measured(schedule, everyone, costs=costs)
+            if rank == first and not math.isnan(ended):
+                turn = max(0.0, row[0] - ended)
+        return Timeline.measured(schedule, everyone, costs=costs, turn=turn)
 
     return timeline
 
@@ -114,13 +123,18 @@ def first_timeline(
 
     Copies decide by it what to run next: what is sharded over them must compute in one order.
     """
-    rows = transport.gather_later(
-        lambda: [[number for rank in own().events for event in rank for number in (event.start, event.end)]], everyone
-    )
+
+    def numbers() -> Rows:
+        mine = own()
+        turn = math.nan if mine.turn is None else mine.turn
+        return [[turn, *(number for rank in mine.events for event in rank for number in (event.start, event.end))]]
+
+    rows = transport.gather_later(numbers, everyone)
 
     def timeline() -> Timeline:
         numbers, schedule = iter(rows()[0]), own().schedule
+        turn = next(numbers)
         spans = [[(next(numbers), next(numbers)) for _ in steps] for steps in schedule.actions]
-        return Timeline.measured(schedule, spans, costs=costs)
+        return Timeline.measured(schedule, spans, costs=costs, turn=None if math.isnan(turn) else turn)
 
     return timeline

@@ -27,7 +27,8 @@ from sternway.schedule import Action, Schedule, Upkeep
 class RankStep:
     """What one rank needs for one step.
 
-    ``times`` gets one more (start, end) with each action done, and ``stream_times`` a mark at its start and at its end.
+    ``times`` gets one more (start, end) with each action done and sent, and ``stream_times`` a mark at its start and at
+    its end: a GPU sends beside what it computes.
     The random numbers of each F in training begin with ``seed``. ``on_weights_done`` is called with a stage after its
     last W.
     """
@@ -78,8 +79,8 @@ def run_rank(step: RankStep) -> RankProgram:
                     step.on_weights_done(step.stages[action.stage])
         if step.stream_times is not None:
             step.stream_times.mark()
-        step.times.append((start, time.perf_counter()))
         yield from made
+        step.times.append((start, time.perf_counter()))  # with what it takes this rank to send, on a CPU
 
 
 def _run_action(step: RankStep, action: Action, arrived: dict[MessageKey, Payload], moved: bool) -> list[Send]:

@@ -98,6 +98,7 @@ class StepRunner:
         self._last: _Work | None = None  # of the last training step
         self._trial: Trial | None = None
         self._clips = False  # whether the last norm was too large
+        self._times: Callable[[], RankTimes] | None = None  # of the last training step, if it was recorded
         self.steps, self.skipped = 0, 0
         self._plan_graphs()
 
@@ -111,7 +112,7 @@ class StepRunner:
             if tuner.stopped:
                 tuner = None
             else:
-                options = replace(options, record=True)
+                options = replace(options, record=options.record or tuner.looks)
         work = self._begin(batch, options)
         result = self._attempt(work, options)
         if result is None:  # the parameters were wrong; now they are right
@@ -120,9 +121,8 @@ class StepRunner:
         if options.training:
             self.steps, self._last = self.steps + 1, work
         if tuner is not None:
-            assert result.measured is not None, "it is recorded"
             with self._guard.other_ranks():
-                tuner.note(result.measured)
+                tuner.note(result.measured if tuner.looks else None)
             result = result if asked.record else replace(result, measured=None)
         if options.nonfinite is None or result.nonfinite is None:
             return result
@@ -189,7 +189,9 @@ class StepRunner:
         outputs = self._outputs(work, options, loss)
         measured = None
         if options.record:
-            measured = gather_timeline(schedule, transport, times, self._offsets, self._costs)
+            before = self._times if options.training else None
+            measured = gather_timeline(schedule, transport, times, self._offsets, self._costs, before)
+        self._times = times if options.training and options.record else None
         fine = options.nonfinite is None or self._all_finite()
         return StepResult(loss, outputs, None if fine else "somewhere", measured)
 

@@ -2,8 +2,9 @@
 
     measure   two steps as planned; what the second one shows becomes the costs
     search    for these costs, in a process of its own, while steps go on
-    try       the few best plans and the one that runs, each in two rounds of three steps
-    again     search and try once more, with what these steps have shown
+    try       the few best plans and the one that runs, in rounds of three steps each; those that are clearly slower are
+              left out of the next round
+    again     search once more, with what these steps have shown, and try what is new
     keep      the fastest, as measured; then look now and then whether stages still cost what they did. If not: search,
               and try if a better plan is found
 
@@ -20,6 +21,7 @@ import statistics
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
 
 from sternway.pipeline.step._beside import beside
 from sternway.schedule import Costs, Schedule, Timeline, candidates, measured_costs
@@ -27,13 +29,18 @@ from sternway.schedule import Costs, Schedule, Timeline, candidates, measured_co
 Measured = Callable[[], Timeline]
 """Waits for the times of all ranks in a step."""
 
+Told = TypeVar("Told")
+_Story: TypeAlias = Generator[Schedule, Measured | None, Told]
+"""Yields the plan of the next step, and is sent what waits for its times, if they are wanted."""
+
 Search = Callable[[], list[Schedule]]
 Everywhere = Callable[[bool], Callable[[], bool]]
 """Takes what is true on this rank; the function that it returns waits for all ranks, and says whether it is on all."""
 
 _PLANS = 3, 2  # that are tried at a time, at first and again
 _MORE = 2  # of sharded stages: a simulation knows little of gathering and reducing
-_ROUNDS = 2
+_ROUNDS = 2, 4  # in which plans are compared, at least and at most
+_CLEARLY = 0.04  # slower than the fastest by this part: not worth another round
 _MANY = 100  # plans: all of them
 _LATER = 2  # steps after which the times of a step are looked at
 _CALM, _CALMEST = 3, 96  # steps between two looks for drift, at first and at most
@@ -85,6 +92,7 @@ class Tuner:
         costs: what the stages cost, as far as is known.
         plans: what was tried.
         stopped: whether the plan stays from now on.
+        looks: whether the times of the next step are wanted.
     """
 
     def __init__(
@@ -101,39 +109,41 @@ class Tuner:
         self._gathered, self._agree = gathered, agree
         self.schedule, self.costs, self.plans = schedule, costs, list[TriedPlan]()
         self.stopped, self._kept, self._cause = False, schedule, "the first steps"
+        self.looks = True
         self._everywhere, self._begin = everywhere, begin
         self._limit, self._fits, self._step = memory_limit, fits, 0
         self._story = self._tell()
         next(self._story)
 
-    def note(self, measured: Measured) -> None:
-        """A step has run; these are its times. Afterwards ``schedule`` is the next step's."""
+    def note(self, measured: Measured | None) -> None:
+        """A step has run; these are its times, if they were wanted. Afterwards ``schedule`` is the next step's."""
         self._step += 1
-        self.schedule = self._story.send(measured if self._agree is None else self._agree(measured))
+        self.schedule = self._story.send(measured if measured is None or self._agree is None else self._agree(measured))
 
     def stop(self) -> None:
         """Keep the best plan so far from now on."""
         self.stopped, self.schedule = True, self._kept
 
-    def _tell(self) -> Generator[Schedule, Measured, None]:
+    def _tell(self) -> _Story[None]:
         calm, more = _CALM, _MORE if self.schedule.gathered else 0
         yield self.schedule  # the first step of all loads kernels and allocates memory
-        measured = yield self.schedule
-        yield from self._wait()
-        self.costs = measured_costs(measured(), self.costs)
+        first = yield from self._look(1)
+        yield from self._pass(_LATER)
+        self.costs = measured_costs([measured() for measured in first], self.costs)
+        tried: list[Schedule] = []
         for count in _PLANS:
-            yield from self._try((yield from self._search())[: count + more])
+            tried += yield from self._try((yield from self._search())[: count + more], tried)
         while True:
             yield from self._until_drift(calm)
-            before = self.schedule
+            before, tried = self.schedule, []
             for count in _PLANS:
                 plans = yield from self._search()
                 if not self._gains(plans[0]):
                     break
-                yield from self._try(plans[: count + more])
+                tried += yield from self._try(plans[: count + more], tried)
             calm = min(2 * calm, _CALMEST) if self.schedule == before else _CALM  # for nothing: look less often
 
-    def _search(self) -> Generator[Schedule, Measured, list[Schedule]]:
+    def _search(self) -> _Story[list[Schedule]]:
         """Run on until the searches of all ranks are done; they find the same. The best plan is the first."""
         plan, limit = self.schedule, self._limit
         gathered = self._gathered or max(map(len, plan.placement))
@@ -143,51 +153,71 @@ class Tuner:
         done = False
         while not done:
             all_done = self._everywhere(found.done())
-            yield from self._wait()
+            yield from self._pass(_LATER)
             done = all_done()
         return [each for each in found.result() if self._fits is None or each == plan or self._fits(each)]
 
     def _gains(self, plan: Schedule) -> bool:
         return plan.simulate(self.costs).period < (1 - _GAIN) * self.schedule.simulate(self.costs).period
 
-    def _wait(self) -> Generator[Schedule, Measured, None]:
-        for _ in range(_LATER):
+    def _pass(self, steps: int) -> _Story[None]:
+        """Run on, and look at nothing."""
+        self.looks = False
+        for _ in range(steps):
             yield self.schedule
+        self.looks = True
 
-    def _try(self, plans: list[Schedule]) -> Generator[Schedule, Measured, None]:
-        """Run each plan in some steps; afterwards ``schedule`` is the fastest."""
-        if self.schedule not in plans:
-            plans = [*plans, self.schedule]
-        if len(plans) == 1:
-            return
+    def _look(self, steps: int, plan: Schedule | None = None) -> _Story[list[Measured]]:
+        """Run some steps, by a plan that is tried or the one that is kept; what waits for the times of each."""
+        found = []
+        for _ in range(steps):
+            measured = yield plan or self.schedule
+            assert measured is not None, "it was wanted"
+            found.append(measured)
+        return found
+
+    def _try(self, plans: list[Schedule], tried: list[Schedule]) -> _Story[list[Schedule]]:
+        """Run each plan that is not ``tried`` yet in some steps. Afterwards ``schedule`` is the fastest.
+
+        Returns:
+            The plans that were run.
+        """
+        plans = [plan for plan in plans if plan not in tried and plan != self.schedule]
+        if not plans:
+            return []
+        plans.append(self.schedule)
         first = [self._step + 3 * index for index in range(len(plans))]
-        waits: list[tuple[int, Measured]] = []
-        for _ in range(_ROUNDS):
-            for index, plan in enumerate(plans):
-                yield plan  # what is new in an order is prepared in its first step
-                waits.append((index, (yield plan)))
-                waits.append((index, (yield plan)))
-        yield from self._wait()
-        runs = [(index, measured()) for index, measured in waits]
-        spans = [statistics.median(run.span for which, run in runs if which == index) for index in range(len(plans))]
-        best = spans.index(min(spans))
+        runs: list[list[Timeline]] = [[] for _ in plans]
+        left = list(range(len(plans)))
+        for done in range(1, _ROUNDS[1] + 1):
+            waits = []
+            for index in left:  # what is new in an order is prepared in its first step
+                waits.append((index, (yield from self._look(3, plans[index]))[1:]))
+            yield from self._pass(_LATER)
+            for index, found in waits:
+                runs[index] += [measured() for measured in found]
+            times = [statistics.median(run.period for run in each) for each in runs]
+            best = min(reversed(left), key=times.__getitem__)  # of equals, the one that was kept before
+            self.schedule = plans[best]
+            if done >= _ROUNDS[0]:
+                self._kept = self.schedule
+                left = [index for index in left if times[index] <= (1 + _CLEARLY) * times[best]]
+            if len(left) == 1:
+                break
         self.plans += [
-            TriedPlan(step, plan, plan.simulate(self.costs).period, span, index == best, self._cause)
-            for index, (step, plan, span) in enumerate(zip(first, plans, spans, strict=True))
+            TriedPlan(step, plan, plan.simulate(self.costs).period, time, index == best, self._cause)
+            for index, (step, plan, time) in enumerate(zip(first, plans, times, strict=True))
         ]
-        self.schedule = self._kept = plans[best]
-        self.costs = measured_costs([run for _, run in runs], self.costs)
+        self.costs = measured_costs([run for each in runs for run in each], self.costs)
+        return plans
 
-    def _until_drift(self, calm: int) -> Generator[Schedule, Measured, None]:
+    def _until_drift(self, calm: int) -> _Story[None]:
         """Run the same plan until some steps in a row show other costs than those that it was chosen for."""
         usual = _shares(self.costs, self.schedule)
         while True:
-            for _ in range(calm):
-                yield self.schedule
-            looks = []
-            for _ in range(_LOOKS):
-                looks.append((yield self.schedule))
-            yield from self._wait()
+            yield from self._pass(calm)
+            looks = yield from self._look(_LOOKS)
+            yield from self._pass(_LATER)
             runs = [measured() for measured in looks]
             shares = [_shares(measured_costs(run, self.costs), self.schedule) for run in runs]
             changed = [stage for stage, old in enumerate(usual) if all(_differ(old, now[stage]) for now in shares)]
