@@ -1,6 +1,6 @@
 """Is the plan the run? Planned and measured steps, predicted and measured memory, and "auto" beside all schedules.
 
-    python benchmarks/plan/main.py [--ranks 2,4,8] [--device cuda] [--asleep MS] [--rounds N] [--steps N] [--bytes] [--json]
+    python benchmarks/plan/main.py [--ranks 2,4,8] [--device cuda] [--asleep MS] [--rounds N] [--bytes] [--json]
 
 GPT blocks, two for each rank, and twice as many microbatches as ranks. On CPUs: microbatches of 2 × 64 tokens, gloo
 ranks with one thread each. On a GPU, which the ranks share as small GPUs (``tests/small_gpus.py``): bfloat16,

@@ -81,7 +81,9 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
         W=w,
         B=b if planned.B is not None or any(op == "B" for op, _ in seen) else None,
         comm=_comm(runs, planned.comm),
-        turn=statistics.median(turns) if (turns := [run.turn for run in runs if run.turn is not None]) else planned.turn,
+        turn=statistics.median(turns)
+        if (turns := [run.turn for run in runs if run.turn is not None])
+        else planned.turn,
         gather=_carried(runs, "UNSHARD", expected.gather, planned.gather),
         reduce=_carried(runs, "REDUCE_GRAD", expected.reduce, planned.reduce),
         overlap=_overlap(runs, f, b, expected.overlap),

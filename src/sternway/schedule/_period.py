@@ -6,9 +6,9 @@ follow from those at which they ended the one before, in the same way every time
     rank 0  |── step 1 ──|── step 2 ──|── step 3 ──|           ends[n + 1] = after(ends[n])
     rank 1     |── step 1 ──|── step 2 ──|── step 3 ──|        after() takes only sums and maxima
 
-Between two steps a rank takes ``Costs.turn``. Such times end in a pattern that repeats (max-plus linear systems): some steps later, all ranks are later by the same
-amount. That amount, for one step, is the period. Where stages are sharded, a rank ends a step when its last reduction
-has, since the optimizer waits for that.
+Between two steps a rank takes ``Costs.turn``. Such times end in a pattern that repeats (max-plus linear systems): some
+steps later, all ranks are later by the same amount. That amount, for one step, is the period. Where stages are sharded,
+a rank ends a step when its last reduction has, since the optimizer waits for that.
 """
 
 from sternway.schedule._action import Step, Upkeep

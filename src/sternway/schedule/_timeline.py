@@ -111,8 +111,8 @@ class Timeline:
     def period(self) -> float:
         """The time of a step when steps follow each other, and each rank begins the next one as soon as it is free.
 
-        If measured: from the end of the step before to that of this one, on the rank of the first stage, which waits for
-        nobody to begin; if ``turn`` is unknown, ``span``, after which every rank could begin the same again.
+        If measured: from the end of the step before to that of this one, on the rank of the first stage, which waits
+        for nobody to begin; if ``turn`` is unknown, ``span``, after which every rank could begin the same again.
 
         Example:
             >>> from sternway import schedule

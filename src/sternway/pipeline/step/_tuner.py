@@ -185,6 +185,7 @@ class Tuner:
         plans = [plan for plan in plans if plan not in tried and plan != self.schedule]
         if not plans:
             return []
+        running = len(plans)  # which of equals is kept
         plans.append(self.schedule)
         first = [self._step + 3 * index for index in range(len(plans))]
         runs: list[list[Timeline]] = [[] for _ in plans]
@@ -197,7 +198,7 @@ class Tuner:
             for index, found in waits:
                 runs[index] += [measured() for measured in found]
             times = [statistics.median(run.period for run in each) for each in runs]
-            best = min(reversed(left), key=times.__getitem__)  # of equals, the one that was kept before
+            best = min(left, key=lambda index: (times[index], index != running))
             self.schedule = plans[best]
             if done >= _ROUNDS[0]:
                 self._kept = self.schedule
