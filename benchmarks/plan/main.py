@@ -1,10 +1,13 @@
 """Is the plan the run? Planned and measured steps, predicted and measured memory, and "auto" beside all schedules.
 
-    python benchmarks/plan/main.py [--ranks 2,4,8] [--device cuda] [--asleep MS] [--rounds N] [--bytes] [--json]
+    python benchmarks/plan/main.py [--ranks 2,4,8] [--device cuda] [--asleep MS [--drift]] [--bytes] [--json]
 
 GPT blocks, two for each rank, and twice as many microbatches as ranks. On CPUs: microbatches of 2 × 64 tokens, gloo
 ranks with one thread each. On a GPU, which the ranks share as small GPUs (``tests/small_gpus.py``): bfloat16,
 microbatches of 4 × 512 tokens, NCCL.
+
+With ``--asleep``, blocks sleep instead of computing, so that any number of ranks can be timed on few cores: what is
+measured is the plan and what runs it (``asleep.py``). With ``--drift`` besides, one rank becomes slower (``drift.py``).
 
 Each round times each schedule in turn, by a pipeline that is built for that and closed afterwards. A time is that of a
 step among steps that follow each other. Figures are medians of the rounds' own ratios.
@@ -22,6 +25,7 @@ import functools
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +33,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+from drift import drift
 from measure import Case, measure
 
 from gloo import PRELOADED, join_group, on_ranks
 from small_gpus import become_small_gpu, mps
 
 
-def run(case: Case, limit: float) -> dict[str, Any]:
+def run(case: Case, limit: float, what: Callable[[int, Case, str], None] = measure) -> dict[str, Any]:
     """What was found with so many ranks."""
     join = join_group
     if case.device == "cuda":
         join = functools.partial(become_small_gpu, init="both", shared=mps(), timeout=limit)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
-        on_ranks(case.ranks, measure, case, str(path), timeout=limit, join=join)
+        on_ranks(case.ranks, what, case, str(path), timeout=limit, join=join)
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
@@ -57,6 +62,7 @@ def main() -> None:
     parser.add_argument("--all-steps", type=int, default=100, help="steps of auto, its tries included")
     parser.add_argument("--dim", type=int, default=None)
     parser.add_argument("--asleep", type=float, default=0.0, metavar="MS", help="blocks sleep: an F, I, W of a rank")
+    parser.add_argument("--drift", action="store_true", help="with --asleep: a rank becomes slower in mid-run")
     parser.add_argument("--bytes", action="store_true", help="memory alone, which does not depend on the load")
     parser.add_argument("--schedules", default="", help="of the named ones, these alone")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one number of ranks")
@@ -78,8 +84,10 @@ def main() -> None:
         )
         for ranks in arguments.ranks.split(",")
     ]
-    found = [run(case, arguments.limit) for case in cases]
-    if arguments.json:
+    if arguments.drift and not arguments.asleep:
+        parser.error("--drift needs --asleep, such as --asleep 10")
+    found = [run(case, arguments.limit, drift if arguments.drift else measure) for case in cases]
+    if arguments.json or arguments.drift:
         print(json.dumps({"torch": torch.__version__, "rounds": arguments.rounds, "cases": found}))
     else:
         for each in found:

@@ -163,29 +163,18 @@ class Bench:
         row.action.append(_median_action(looks))
 
     def _timed(self, pipe: Pipeline, steps: int) -> tuple[float, list[Callable[[], Timeline]]]:
-        """The seconds of a step among others, and what waits for the times in each.
-
-        By each rank's own clock from the end of a step to that of the last: ranks begin and end one after the other,
-        which is no time lost. The longest of all ranks counts.
-        """
-        pipe.step(self._x, target=self._target)
-        start, measured = self._now(), []
-        for _ in range(steps):
-            measured.append(pipe.step(self._x, target=self._target).measured)
-        seconds = torch.tensor((self._now() - start) / steps)
-        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=self._together)
-        return float(seconds), [each for each in measured if each is not None]
-
-    def _now(self) -> float:
-        if self._case.device == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
+        """The seconds of a step among others, and what waits for the times in each."""
+        measured: list[Callable[[], Timeline] | None] = []
+        seconds = step_seconds(pipe, self._x, self._target, steps, measured)
+        return seconds, [each for each in measured if each is not None]
 
     # Memory
 
     def _predicted(self) -> dict[str, list[int]]:
         """What each rank will hold in a step beyond its parameters and their gradients, by schedule."""
         case, (x, target) = self._case, self._case.batch(self._case.rows)
+        if case.asleep:
+            return {}
         told: list[Any] = [None]
         if self._rank == 0:
 
@@ -231,6 +220,29 @@ class Bench:
             before = counter.peak = counter.now
             step()
         return counter.peak - before
+
+
+def step_seconds(
+    pipe: Pipeline, x: Tensor, target: Tensor, steps: int, measured: list[Callable[[], Timeline] | None] | None = None
+) -> float:
+    """The seconds of a step among others; what waits for the times in each is added to ``measured``.
+
+    By each rank's own clock from the end of a step to that of the last: ranks begin and end one after the other, which
+    is no time lost. The longest of all ranks counts.
+    """
+
+    def now() -> float:
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    pipe.step(x, target=target)
+    start = now()
+    for _ in range(steps):
+        found = pipe.step(x, target=target).measured
+        if measured is not None:
+            measured.append(found)
+    return max(pipe.transport.crew().share((now() - start) / steps))
 
 
 def _median_action(timelines: list[Timeline]) -> float:
