@@ -1,9 +1,10 @@
-"""What would make the host wait for a GPU, seen on a CPU: a block that notes it, with the line of ours that did it.
+"""What would make the host wait for a GPU, seen without one: a block that notes it, with the line of ours that did it.
 
 A GPU runs behind the host, which waits for it only to read a value: to make a number of it, to look which elements of
 a mask are set, to copy it elsewhere. On a CPU the same calls are made, and cost nothing. So steps can be watched there.
 
-Of operators, only those of this thread are seen. On a CPU a backward runs on the thread that calls it.
+Tensors of several devices that meet in one operator are noted, too. Only operators of this thread are seen. Without a
+GPU a backward runs on the thread that calls it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import sternway
 
@@ -104,6 +106,8 @@ class _Operators(TorchDispatchMode):
         name = func.name()
         if name in READS or (name in MASKS and _has_mask(args)) or (name in COPIES and _leaves(args, kwargs)):
             self._note(name)
+        elif name not in COPIES and _mixes(args, kwargs):
+            self._note(f"{name} of tensors on several devices")
         return func(*args, **(kwargs or {}))
 
 
@@ -118,6 +122,12 @@ def _leaves(args: Any, kwargs: Any) -> bool:
     source = args[0] if len(args) < 2 else args[1]
     target = (kwargs or {}).get("device") if len(args) < 2 else args[0].device
     return target is not None and torch.device(target).type != source.device.type
+
+
+def _mixes(args: Any, kwargs: Any) -> bool:
+    """Whether tensors of several devices meet; a number on the host may meet any."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return len({tensor.device.type for tensor in tensors if tensor.ndim or not tensor.is_cpu}) > 1
 
 
 def _noting(call: Any, name: str, note: Callable[[str], None], only_with: str | None = None) -> Any:
