@@ -221,6 +221,27 @@ def test_numbers_of_python_that_a_replay_would_repeat() -> None:
         plain(ids)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("default")
+def test_numbers_of_python_differ_from_step_to_step() -> None:
+    torch.manual_seed(0)
+    model = Draws().cuda()
+    other = copy.deepcopy(model)
+    ids = torch.randint(40, (8, 6), device="cuda")
+    pipes = [
+        Pipeline(
+            each, schedule="1f1b", n_microbatches=4, ranks=2, loss_fn=logits_loss, sample=ids[:2], cuts=["blocks.2"],
+            transport=LocalTransport("cuda"), cuda_graphs=graphs,
+        )
+        for each, graphs in ((model, True), (other, False))
+    ]  # fmt: skip
+    losses = [[pipe.step(ids, target=ids).loss for _ in range(4)] for pipe in pipes]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+    for stage in pipes[0].stages.values():
+        assert any("random numbers of Python" in reason for reason in stage.captured.refusals)
+
+
 def test_graphs_are_asked_for_the_buffers_that_the_model_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay runs none of the code that would look for them."""
     ids, model = torch.randint(40, (4, 3)), Scaled()
