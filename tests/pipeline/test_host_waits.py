@@ -18,6 +18,7 @@ import torch
 from models import gpt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from gloo import on_ranks
@@ -289,7 +290,7 @@ def test_skips_ties_and_recomputed_stages(device: str) -> None:
 
 
 def two_ranks(rank: int) -> None:
-    """Over real processes: stages, optimizer steps on trial, a whole model with a tie, and copies of one stage."""
+    """Over real processes: stages, optimizer steps on trial, whole models, copies and shards."""
     with pytest.MonkeyPatch.context() as patch:
         as_on_a_gpu(patch)
         for name in ("1f1b", "zb-h1"):
@@ -315,11 +316,20 @@ def two_ranks(rank: int) -> None:
 
             assert_no_waits(accumulate)
             pipe.close()
-        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
-        model = nn.Linear(DIM, DIM)
-        pipe = Pipeline({0: model}, schedule="1f1b", n_microbatches=COUNT, loss_fn=F.mse_loss, mesh=mesh)
-        assert_no_waits(lambda number: pipe.step(batch(number), target=batch(number + rank)))
-        pipe.close()
+        for name in ("dp", "dp_shard"):  # copies of one stage, and shards of it
+            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", name))
+            model = nn.Sequential(nn.Linear(DIM, DIM), nn.ReLU(), nn.Linear(DIM, DIM))
+            if name == "dp_shard":
+                fully_shard(model, mesh=mesh[name])
+            pipe = Pipeline({0: model}, schedule="1f1b", n_microbatches=COUNT, loss_fn=F.mse_loss, mesh=mesh)
+            optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+
+            def train(number: int, pipe: Pipeline = pipe, optimizer: torch.optim.Optimizer = optimizer) -> None:
+                pipe.step(batch(number), target=batch(number + rank))
+                pipe.optimizer_step(optimizer, max_norm=1.0)
+
+            assert_no_waits(train)
+            pipe.close()
 
 
 def test_two_ranks() -> None:
