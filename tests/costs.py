@@ -32,6 +32,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_fit.py::test_what_does_not_fit_says_what_is_lacking": ("slow",),
     "pipeline/test_gathering.py": ("slow",),
     "pipeline/test_gathering.py::test_a_price_is_measured_and_steps_show_another": ("dist",),
+    "pipeline/test_host_waits.py::test_two_ranks": ("dist", "slow"),
     "pipeline/test_lives.py": ("dist", "slow"),
     "pipeline/test_lost_peer.py::test_a_peer_in_a_collective_of_its_own_is_woken": ("dist", "slow"),
     "pipeline/test_lost_peer.py::test_an_error_of_gloo_with_all_ranks_alive_keeps_its_text": ("dist",),

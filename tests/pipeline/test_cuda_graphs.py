@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from nccl_cases import CLOSE, DIM, batch, blocks, said
 from searches import searches_at_once
 from small_gpus import on_small_gpus
 from sternway import saved, schedule
+from sternway._torch.cuda_graphs import all_modules, held_tensors
 from sternway.errors import PipelineError
 from sternway.pipeline import LocalTransport, Pipeline
-from sternway.pipeline.step._captured import in_flight
+from sternway.pipeline.forward._part import ModelPart
+from sternway.pipeline.step._captured import CapturedStage, in_flight
 
 
 @pytest.mark.parametrize("name", schedule.names())
@@ -174,3 +177,85 @@ def run_captured(rank: int, ranks: int) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_two_small_gpus() -> None:
     on_small_gpus(2, run_captured, 2)
+
+
+class Draws(Net):
+    """Draws a number between the blocks."""
+
+    def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(ids, scale * random.random())
+
+
+class Scaled(Net):
+    """A buffer that code between the blocks uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("gain", torch.ones(()))
+
+    def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(ids) * self.gain
+
+
+def first_stage(model: nn.Module, ids: Tensor) -> tuple[ModelPart, CapturedStage]:
+    """The first of two stages, with what would make graphs of it, after a step."""
+    pipe = Pipeline(
+        model, schedule="1f1b", n_microbatches=2, ranks=2, loss_fn=logits_loss, sample=ids[:2], cuts=["blocks.2"],
+        transport=LocalTransport(),
+    )  # fmt: skip
+    pipe.step(ids, target=ids)
+    part = pipe.stages[0].module
+    assert isinstance(part, ModelPart)
+    return part, CapturedStage(0, part)
+
+
+def test_numbers_of_python_that_a_replay_would_repeat() -> None:
+    """They come from a seed, and the generator is put back, so that a look at it would not tell."""
+    ids = torch.randint(40, (4, 3))
+    _, captured = first_stage(Draws(), ids)
+    with pytest.warns(UserWarning, match=r"stage 0 runs as it is, without CUDA graphs: .* random numbers of Python"):
+        captured(ids)
+    assert len(captured.refusals) == 1
+    _, plain = first_stage(Net(), ids)
+    with pytest.warns(UserWarning, match="not all on one GPU"):  # which is all that it lacks here
+        plain(ids)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("default")
+def test_numbers_of_python_differ_from_step_to_step() -> None:
+    torch.manual_seed(0)
+    model = Draws().cuda()
+    other = copy.deepcopy(model)
+    ids = torch.randint(40, (8, 6), device="cuda")
+    pipes = [
+        Pipeline(
+            each, schedule="1f1b", n_microbatches=4, ranks=2, loss_fn=logits_loss, sample=ids[:2], cuts=["blocks.2"],
+            transport=LocalTransport("cuda"), cuda_graphs=graphs,
+        )
+        for each, graphs in ((model, True), (other, False))
+    ]  # fmt: skip
+    losses = [[pipe.step(ids, target=ids).loss for _ in range(4)] for pipe in pipes]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+    for stage in pipes[0].stages.values():
+        assert any("random numbers of Python" in reason for reason in stage.captured.refusals)
+
+
+def test_graphs_are_asked_for_the_buffers_that_the_model_has_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay runs none of the code that would look for them."""
+    ids, model = torch.randint(40, (4, 3)), Scaled()
+    part, captured = first_stage(model, ids)
+    found: list[list[Tensor]] = []
+
+    def noted(*args: Any) -> Any:
+        found.append(held_tensors(all_modules(part)))
+        return part(*args), None
+
+    monkeypatch.setattr(captured, "_captured", noted)
+    before = model.gain
+    captured(ids)
+    model.gain = torch.full((), 2.0)
+    captured(ids)
+    for held, gain in zip(found, (before, model.gain), strict=True):
+        assert any(tensor is gain for tensor in held)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from sternway.errors import PipelineError
 from sternway.pipeline import LocalTransport, Pipeline
 from sternway.pipeline.step._loss import WeighedLoss
+from sternway.pipeline.transport import _later
 
 DIM = 4
 WEIGHT = torch.linspace(0.1, 2.0, DIM)
@@ -207,3 +208,56 @@ def test_a_loss_under_autocast() -> None:
     pipe = Pipeline(stages, schedule="1f1b", n_microbatches=2, ranks=2, loss_fn=loss_fn, transport=LocalTransport())
     with torch.autocast("cpu", torch.bfloat16):
         pipe.step(X, target=GOAL)
+
+
+def squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().sum()
+
+
+@pytest.mark.parametrize("is_here", [True, False], ids=["as on a CPU", "as on a GPU"])
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda rows: rows,
+        lambda rows: float(rows),
+        lambda rows: torch.tensor(rows),
+        lambda rows: torch.tensor([rows], dtype=torch.float16),
+        lambda rows: torch.tensor(float(rows), requires_grad=True),
+    ],
+    ids=["int", "float", "a tensor of int64", "of shape (1,)", "that needs a gradient"],
+)
+def test_counts_are_numbers_or_tensors(count: Callable[[int], Any], is_here: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(_later, "is_here", lambda number: is_here)
+    pipe = pipe_of(lambda output, target: (squares(output, target), count(len(target))), 3)  # 3, 3 and 2 rows
+    result = pipe.step(X, target=GOAL)
+    assert result.loss is not None
+    assert result.loss.dtype == torch.float32
+    modules = [stage.module for stage in pipe.stages.values()]
+    mine = [parameter.grad for module in modules for parameter in module.parameters()]
+    for module in modules:
+        module.zero_grad()
+    loss = squares(modules[1](modules[0](X)), GOAL) / len(X)
+    loss.backward()
+    torch.testing.assert_close(result.loss, loss.detach())
+    torch.testing.assert_close(mine, [parameter.grad for module in modules for parameter in module.parameters()])
+
+
+@pytest.mark.parametrize("is_here", [True, False], ids=["as on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("as_tensor", [True, False])
+def test_a_count_of_the_output_is_refused(is_here: bool, as_tensor: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(_later, "is_here", lambda number: is_here)
+
+    def loss_fn(output: Tensor, target: Tensor) -> tuple[Tensor, Any]:
+        return squares(output, target), output.detach().sum() if as_tensor else float(output.detach().sum())
+
+    with pytest.raises(PipelineError, match=r"must depend on the target alone.*got .* for a microbatch, and .* with"):
+        pipe_of(loss_fn).step(X, target=GOAL)
+
+
+def test_a_count_is_one_number_and_may_be_none() -> None:
+    with pytest.raises(PipelineError, match=r"the count that loss_fn returns must be one number; got .*\(4,\)"):
+        pipe_of(lambda output, target: (squares(output, target), target.sum(1))).step(X, target=GOAL)
+    hits = pipe_of(lambda output, target: ((output > target).sum() * 0, torch.zeros(())))
+    result = hits.evaluate(X, target=GOAL)
+    assert float(result.loss) == 0
+    assert result.loss.dtype == torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import number_cases
 from compare import assert_same_grads
 from gloo import processes
-from nccl_cases import CLOSE, batch, blocks, no_waits, said
+from nccl_cases import CLOSE, DIM, batch, blocks, no_waits, said
 from number_cases import Tell
 from small_gpus import on_small_gpus
 from sternway.pipeline import Pipeline
@@ -98,6 +99,49 @@ def run_auto(rank: int, ranks: int) -> None:
     pipe.close()
 
 
+class Aside(nn.Module):
+    """Blocks, and a value that goes through all stages and leads to nothing."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(count))
+        self.extra = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        aside = self.extra(x)
+        for layer in self.layers[1:]:
+            x = layer(x).tanh()
+        aside.sin()
+        return x
+
+
+def counted(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum"), (labels != -100).sum()
+
+
+def run_looks(rank: int, ranks: int, device: str = "cuda") -> None:
+    """What is looked at at the end of a step, counts and values that lead to nothing: no call waits on the host."""
+    torch.manual_seed(0)
+    model = Aside(2 * ranks).to(device)
+    reference = copy.deepcopy(model)
+    x = torch.randn(4 * ranks, 8, DIM, device=device)
+    pipe = Pipeline(
+        model, schedule="zb-h1", n_microbatches=2 * ranks, loss_fn=counted, sample=x[:2],
+        cuts=[f"layers.{2 * place}" for place in range(1, ranks)],
+    )  # fmt: skip
+    for number in range(4):
+        labels = torch.randint(DIM, (4 * ranks, 8), device=device)
+        labels[number, number:] = -100
+        with no_waits() if number > 1 and device == "cuda" else nullcontext():
+            pipe.step(x, target=labels)
+        total, count = counted(reference(x), labels)
+        (total / count).backward()
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad, **CLOSE)
+    pipe.close()
+
+
 def run_numbers(rank: int) -> None:
     cases = {
         "bfloat16": lambda: number_cases.half(rank, "cuda", torch.bfloat16),
@@ -134,6 +178,8 @@ def steps_in_a_row(rank: int, ranks: int, folder: str) -> None:
         run_ahead(rank, ranks, folder)
     with said(rank, "optimizer steps on trial"):
         run_optimizer(rank, ranks)
+    with said(rank, "counts, and values that lead to nothing"):
+        run_looks(rank, ranks)
     with said(rank, "plans that change"):
         run_auto(rank, ranks)
 

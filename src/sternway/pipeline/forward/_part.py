@@ -206,26 +206,26 @@ class ModelPart(nn.Module):
             holder = holder.get_submodule(step)
         return holder
 
-    def _look_outside(self) -> None:
+    def look_outside(self) -> None:
         """Hold the buffers that the model has now: it may have got others, as by ``model.double()``."""
         for holder, name, owner in self._outside:
-            now = dict(owner.named_buffers(recurse=False)).get(name)
+            now = buffers_by_name(owner).get(name)
             if now is not None and now is not getattr(holder, name) and not now.is_meta:
                 setattr(holder, name, now)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """As of any module; buffers outside of pieces are those that the whole model has now."""
-        self._look_outside()
+        self.look_outside()
         return super().named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module; buffers outside of pieces are those that the whole model has now."""
-        self._look_outside()
+        self.look_outside()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As of any module; buffers outside of pieces are those that the whole model has now."""
-        self._look_outside()
+        self.look_outside()
         return super().load_state_dict(*args, **kwargs)
 
     @property
@@ -238,11 +238,13 @@ class ModelPart(nn.Module):
         """The whole model."""
         return self._cut[0].model
 
-    def expects_gradients(self, args: tuple[Any, ...]) -> bool | None:
-        """Whether a gradient comes back for each value that is sent, if it is called so; None if that is unknown."""
-        cut = self._cut[0]
-        crossing = cut.crossing if self._stage == 0 else args[2].crossing
-        return None if crossing is None else self._stage == cut.last or not crossing.dead[self._stage]
+    def crossing_of(self, args: tuple[Any, ...]) -> Crossing | None:
+        """What crosses the cuts, if it is called so; None if that is unknown."""
+        return self._cut[0].crossing if self._stage == 0 else args[2].crossing
+
+    def expects_gradients(self, crossing: Crossing) -> bool:
+        """Whether a gradient comes back for each value that is sent."""
+        return self._stage == self._cut[0].last or not crossing.dead[self._stage]
 
     def train(self, mode: bool = True) -> ModelPart:
         """Set the mode of the whole model, whose code between the pieces runs in every stage."""

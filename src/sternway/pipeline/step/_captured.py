@@ -79,17 +79,22 @@ class CapturedStage:
             return self._captured(*args, **kwargs)
         if not self._can_capture(part, args):
             return part(*args, **kwargs)
+        part.look_outside()  # a replay runs no code that would
         result, part.weight = self._captured(*args, **kwargs)
         return result
 
     def _can_capture(self, part: ModelPart, args: tuple[Any, ...]) -> bool:
         """Whether the stage is as its graphs were captured, in what they cannot know themselves."""
-        expected = part.expects_gradients(args)
-        if expected is None:  # nothing is known before the first batch was looked at
+        crossing = part.crossing_of(args)
+        if crossing is None:  # nothing is known before the first batch was looked at
             return False
-        if not expected:
+        if not part.expects_gradients(crossing):
             self._warn("it sends a value that no gradient comes back for")
-        return expected
+            return False
+        if crossing.draws_python:  # from a seed that is put back, so that nobody sees it
+            self._warn("code between its modules draws random numbers of Python, which a replay would repeat")
+            return False
+        return True
 
     def _warn(self, reason: str) -> None:
         if reason not in self._warned:

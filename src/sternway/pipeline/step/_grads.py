@@ -166,7 +166,8 @@ class Gradients:
         found = torch.full((), float(has_some), device=total.device)
         if len(tie.ranks) > 1:
             self._transport.add([total, found], tie.ranks)
-        if not has_some and not bool(found):  # no rank has one: the host waits for that only where this one has none
+        # No rank has one: the host waits to know that only if another rank might, and this one has none.
+        if not has_some and (self._all_here(tie) or not bool(found)):
             for parameter, grad in zip(tie.here, before, strict=True):
                 parameter.grad = grad
             return

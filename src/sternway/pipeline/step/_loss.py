@@ -8,7 +8,7 @@ counts of the others are taken with its output and their targets, and compared w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +23,23 @@ from sternway.pipeline.forward._plain import PlainAttributes
 from sternway.pipeline.forward._untouched import untouched
 from sternway.pipeline.step._mean import check_mean, has_rows
 from sternway.pipeline.step._microbatch import Microbatch
-from sternway.pipeline.transport._later import to_host
+from sternway.pipeline.transport import _later
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
 """``loss_fn(output, target)`` returns the mean over the rows, or a sum and the count to divide it by."""
+
+_Count = Tensor | float
+_LEAST = 1e-12
 
 
 class WeighedLoss:
     """Calls the ``loss_fn`` of one step's microbatches, and weighs each."""
 
     def __init__(self) -> None:
-        self._counts: list[float] = []  # of each microbatch of this step, as far as it was looked ahead
+        self._counts: list[_Count] = []  # of each microbatch of this step, looked ahead
+        self._whole: _Count = 0.0  # their sum
+        self._found: list[tuple[_Count, _Count]] = []  # of those that have run, what the count is, and was ahead
+        self._unlike: Callable[[], bool] | None = None  # whether these differ somewhere
         self._uneven: Callable[[], bool] | None = None
         self._asks, self._has_asked = True, False  # whether a loss that is one number is the mean over rows
 
@@ -41,18 +47,17 @@ class WeighedLoss:
         """This microbatch's part of the loss of the batch."""
         loss = loss_fn(output, microbatch.target)
         if isinstance(loss, tuple) and len(loss) == 2:
-            total, count = loss
-            targets = microbatch.targets or [microbatch.target]  # a sample has no others
-            if not self._counts:
-                self._counts = [_count(loss_fn, output, target) for target in targets]
-            self._check(_number(count), microbatch.target, targets)
-            return not_half(_one_number(total)) / max(sum(self._counts), 1e-12)
-        if self._asks and microbatch.weight < 1 and torch.is_grad_enabled():
-            self._ask(loss_fn, output, microbatch)
-        loss, self._uneven = _one_number(loss), microbatch.uneven
-        if loss.is_cpu:
-            self.check_even()
-        return not_half(loss) * microbatch.weight
+            total, count = not_half(_one_number(loss[0])), loss[1]
+            self._note(loss_fn, output, microbatch, _number(count, total.device))
+            part = _divided(total, self._whole)
+        else:
+            if self._asks and microbatch.weight < 1 and torch.is_grad_enabled():
+                self._ask(loss_fn, output, microbatch)
+            total, self._uneven = _one_number(loss), microbatch.uneven
+            part = not_half(total) * microbatch.weight
+        if _later.is_here(total):
+            self.check()
+        return part
 
     def _ask(self, loss_fn: LossFn, output: Any, microbatch: Microbatch) -> None:
         """Raise if the loss is not the mean over rows, as far as that can be seen in the first step that has rows."""
@@ -60,10 +65,24 @@ class WeighedLoss:
             self._asks = not check_mean(_aside(loss_fn), output, microbatch.target, microbatch.dim)
             self._has_asked = True
 
-    def check_even(self) -> None:
-        """Raise if means were taken that do not add up to the mean of the batch.
+    def _note(self, loss_fn: LossFn, output: Any, microbatch: Microbatch, count: _Count) -> None:
+        """Count the targets of all microbatches, if this is the first of a step, and note what this one's count is."""
+        targets = microbatch.targets or [microbatch.target]  # a sample has no others
+        if not self._counts:
+            device = count.device if isinstance(count, Tensor) else None
+            self._counts = [_number(_count(loss_fn, output, target), device) for target in targets]
+            total = sum(self._counts)
+            self._whole = total.clamp(min=_LEAST) if isinstance(total, Tensor) else max(total, _LEAST)
+        ahead = next(c for c, t in zip(self._counts, targets, strict=True) if t is microbatch.target)
+        self._found.append((count, ahead))
+        if len(self._found) == len(targets):
+            self._unlike = _differ(self._found)
 
-        On a GPU it waits until the beginning of the step is done, while the rest of it is waiting to run.
+    def check(self) -> None:
+        """Raise if the losses do not add up to that of the batch: means of unequal parts, or counts that vary.
+
+        On a GPU it waits for the beginning of the step, and for the last microbatch if it counts, while the rest of the
+        step is waiting to run.
         """
         if self._uneven is not None and self._uneven():
             raise PipelineError(
@@ -72,10 +91,8 @@ class WeighedLoss:
                 got="a loss_fn that returns one number",
                 fix="return (sum, count): the sum of the losses, and how many targets it has",
             )
-
-    def _check(self, count: float, target: Any, targets: list[Any]) -> None:
-        ahead = next(c for c, t in zip(self._counts, targets, strict=True) if t is target)
-        if ahead != count:
+        if self._unlike is not None and self._unlike():
+            count, ahead = next((float(c), float(a)) for c, a in self._found if not bool(c == a))
             raise PipelineError(
                 "the count that loss_fn returns must depend on the target alone",
                 got=f"{count:g} for a microbatch, and {ahead:g} with another output",
@@ -84,8 +101,8 @@ class WeighedLoss:
 
     def clear(self) -> None:
         """The step is over."""
-        self._counts.clear()
-        self._uneven = None
+        self._counts, self._found, self._whole = [], [], 0.0
+        self._uneven = self._unlike = None
         self._asks = self._asks and not self._has_asked
 
 
@@ -98,13 +115,22 @@ def _one_number(loss: Any) -> Tensor:
     return loss.full_tensor() if isinstance(loss, DTensor) else loss  # a shard of it may be a term of a sum
 
 
-def _number(count: Any) -> float:
+def _number(count: Any, device: torch.device | None) -> _Count:
+    """A count as a number; on this device as a tensor, which nobody waits for."""
     if isinstance(count, DTensor):
         count = count.full_tensor()
-    return float(count.detach() if isinstance(count, Tensor) else count)
+    if not isinstance(count, Tensor) or count.device != device:
+        return float(count.detach() if isinstance(count, Tensor) else count)
+    if count.numel() != 1:
+        raise PipelineError(
+            "the count that loss_fn returns must be one number",
+            got=f"a tensor of shape {tuple(count.shape)}",
+            fix="add them up: (sum, count.sum())",
+        )
+    return count.detach().reshape(()).double()
 
 
-def _count(loss_fn: LossFn, output: Any, target: Any) -> float:
+def _count(loss_fn: LossFn, output: Any, target: Any) -> Any:
     """The count of a target, with the output of another microbatch, of which as many rows are taken."""
     rows = next((len(leaf) for leaf in leaves(target) if isinstance(leaf, Tensor) and leaf.ndim), None)
 
@@ -114,7 +140,22 @@ def _count(loss_fn: LossFn, output: Any, target: Any) -> float:
         return leaf.detach() if rows is None or not leaf.ndim else leaf.detach()[:rows]
 
     with torch.no_grad():
-        return _number(_aside(loss_fn)(replace_leaves(some, output), target)[1])
+        return _aside(loss_fn)(replace_leaves(some, output), target)[1]
+
+
+def _divided(total: Tensor, count: _Count) -> Tensor:
+    if not isinstance(count, Tensor):
+        return total / count
+    return total / count.to(total.dtype if total.is_floating_point() else torch.get_default_dtype())
+
+
+def _differ(pairs: Sequence[tuple[_Count, _Count]]) -> Callable[[], bool]:
+    """Whether two counts of one pair differ: a function that waits for a GPU if they are there."""
+    unlike = [one != other for one, other in pairs]
+    tensors = [each for each in unlike if isinstance(each, Tensor)]
+    on_device = _later.to_host(torch.stack(tensors).any().float()) if tensors else None
+    plain = any(each for each in unlike if not isinstance(each, Tensor))
+    return lambda: plain or (on_device is not None and on_device()[0][0] > 0)
 
 
 def _aside(loss_fn: LossFn) -> Callable[[Any, Any], Any]:
@@ -153,7 +194,7 @@ def uneven(targets: list[Any]) -> Callable[[], bool] | None:
     if not shares or len(shares) < len(targets):
         return None
     spread = torch.stack(shares)
-    wait = to_host((spread != spread[0]).any().float())
+    wait = _later.to_host((spread != spread[0]).any().float())
     return lambda: wait()[0][0] > 0
 
 

@@ -174,7 +174,7 @@ class StepRunner:
             before = None if trial is None else StateBefore(self._stages, work.microbatches)
             times = self._run(work, options.return_outputs, options.record)
             for stage in self._stages.values():
-                stage.check_loss()
+                stage.check_step()
             verdict = self._verdict()
             if before is None or verdict == "kept":
                 return self._result(work, options, times)

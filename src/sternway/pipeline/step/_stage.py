@@ -26,6 +26,7 @@ from sternway.pipeline.forward._own_loss import loss_of, no_shares
 from sternway.pipeline.forward._part import SHARES, ModelPart
 from sternway.pipeline.step._again import RecomputedForward
 from sternway.pipeline.step._captured import CapturedStage
+from sternway.pipeline.step._dead import DeadOutputs
 from sternway.pipeline.step._loss import LossFn, WeighedLoss, not_half
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._movers import Movers
@@ -99,7 +100,7 @@ class Stage:
         self._graphs: dict[int, _Graph] = {}
         self._pendings: dict[int, split.Pending] = {}
         self._device = "cpu"  # where the last I ran
-        self._weighed = WeighedLoss()
+        self._weighed, self._dead = WeighedLoss(), DeadOutputs()
 
     def forward(
         self,
@@ -204,9 +205,14 @@ class Stage:
         plain = [value for module in modules for value in vars(module).values() if isinstance(value, Tensor)]
         return [*plain, *(buffer for module in modules for buffer in module.buffers(recurse=False))]
 
-    def check_loss(self) -> None:
-        """At the end of a step: raise if the losses of its microbatches do not add up to that of the batch."""
-        self._weighed.check_even()
+    def check_step(self) -> None:
+        """At the end of a step: raise if its losses do not add up to that of the batch, or a gradient was left out.
+
+        On a GPU it waits until F of all microbatches is done, if the loss is a sum and a count, while the rest of the
+        step is waiting to run; if there are outputs that no gradient is expected for, until their backward has begun.
+        """
+        self._weighed.check()
+        self._dead.check()
 
     def backward_input(self, number: int, grads: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
         """I: returns the gradients of what was received, by channel. What W needs is kept."""
@@ -254,12 +260,7 @@ class Stage:
         for name, tensors in graph.outputs.items():
             outputs += tensors
             output_grads += [None] * len(tensors) if self.is_last and name == MAIN else grads[name]
-        if graph.dead:
-            dead = {id(tensor) for tensor in graph.dead}
-            pairs = list(zip(outputs, output_grads, strict=True))
-            pairs = [(t, grad) for t, grad in pairs if id(t) not in dead or grad is None or bool(grad.any())]
-            return [t for t, _ in pairs], [grad for _, grad in pairs]
-        return outputs, output_grads
+        return self._dead.without(graph.dead, outputs, output_grads) if graph.dead else (outputs, output_grads)
 
     def _wait(self) -> None:
         if self.shards is not None:
@@ -285,6 +286,7 @@ class Stage:
         for held in (self.losses, self.outputs, self._graphs, self._pendings):
             held.clear()
         self._weighed.clear()
+        self._dead.clear()
         if self.shards is not None:
             self.shards.drop()
         if self.movers is not None:

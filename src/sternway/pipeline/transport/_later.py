@@ -72,6 +72,11 @@ class LateGathers:
         return [row.tolist() for row in rows]
 
 
+def is_here(number: Tensor) -> bool:
+    """Whether the host can read a number without a wait for a GPU."""
+    return not number.is_cuda
+
+
 def to_host(number: Tensor) -> Callable[[], Rows]:
     """Begin to copy a number to the host; a function that waits for it, without a wait for what is done after it."""
     if not number.is_cuda:

@@ -119,7 +119,7 @@ class PipelineMesh:
         """What part of a sum over peers each of them counts, so that every number counts once."""
         pieces = 1
         if isinstance(tensor, DTensor):
-            sizes = zip(tensor.placements, tensor.device_mesh.mesh.shape, strict=True)
+            sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
             pieces = math.prod(size for placement, size in sizes if not placement.is_replicate())
         return pieces / len(self.peers)
 

@@ -88,7 +88,7 @@ class GraphSet:
             wanted = [inputs[index] for index in self.wanted]
             with torch.autocast("cuda", enabled=False):
                 with capturing(pool, self._places) as self._i:
-                    found, pending = backward_input(roots, self._arriving, wanted)
+                    found, pending = backward_input(roots, self._arriving, wanted, own_thread=True)
                 with in_grad, capturing(pool, self._places) as self._w:
                     pending.compute(tell_nodes=False)
         self.tree, self.needing = made.tree, made.needing

@@ -114,7 +114,8 @@ class CapturedForm:
             raise Uncapturable("nothing that it returns needs a gradient")
         with torch.autocast("cuda", enabled=False):
             wanted = [tensor for tensor in inputs if tensor.requires_grad]
-            _, pending = backward_input(roots, [torch.zeros_like(root) for root in roots], wanted)
+            grads = [torch.zeros_like(root) for root in roots]
+            _, pending = backward_input(roots, grads, wanted, own_thread=True)
             pending.run()
         torch.clear_autocast_cache()
 

@@ -1,0 +1,70 @@
+"""Outputs that no gradient is expected for, and backwards that do not begin there.
+
+Code between the modules may send a value that leads to nothing. What comes back for it is zeros, in the place of no
+gradient. To begin a backward there would give zeros to weights that have none in one process, and an optimizer may
+change these. So the host looks whether it is zeros; but it would wait for a GPU. There it looks in the first step, then
+leaves out what was zeros, and sees at the end of each step that it was so again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import final
+
+from torch import Tensor
+
+from sternway.errors import PipelineError
+from sternway.pipeline.transport import _later
+
+
+@final
+class DeadOutputs:
+    """What comes back for the dead outputs of one stage."""
+
+    def __init__(self) -> None:
+        self._alive: set[int] = set()  # places among the outputs where a gradient came all the same
+        self._looked: set[int] = set()  # places that were looked at in an earlier step
+        self._now: set[int] = set()  # and in this one
+        self._zeros: list[Callable[[], bool]] = []  # whether what was left out in this step was zeros
+
+    def without(
+        self, dead: Sequence[Tensor], outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The outputs at which a backward begins, and their gradients: without dead ones that got none."""
+        known = {id(tensor) for tensor in dead}
+        pairs = [
+            (output, grad)
+            for place, (output, grad) in enumerate(zip(outputs, grads, strict=True))
+            if id(output) not in known or grad is None or self._has_some(place, grad)
+        ]
+        return [output for output, _ in pairs], [grad for _, grad in pairs]
+
+    def _has_some(self, place: int, grad: Tensor) -> bool:
+        """Whether a gradient is not zeros, as far as that is known without a wait."""
+        some = grad.any()
+        if _later.is_here(some):
+            return bool(some)
+        if place in self._looked:
+            if place not in self._alive:
+                number = _later.to_host(some.float())
+                self._zeros.append(lambda: number()[0][0] == 0)
+            return place in self._alive
+        self._now.add(place)
+        if has_some := bool(some):
+            self._alive.add(place)
+        return has_some
+
+    def check(self) -> None:
+        """At the end of a step: raise if a gradient was left out."""
+        if not all(is_zeros() for is_zeros in self._zeros):
+            raise PipelineError(
+                "code between the modules must use the same values in every step, on a GPU",
+                got="a gradient of a value that led to nothing in the first step",
+                fix="use the value in every step, if only times 0",
+            )
+
+    def clear(self) -> None:
+        """The step is over."""
+        self._looked |= self._now
+        self._now.clear()
+        self._zeros.clear()
