@@ -79,7 +79,8 @@ def run_rank(step: RankStep) -> RankProgram:
         if step.stream_times is not None:
             step.stream_times.mark()
         step.times.append((start, time.perf_counter()))
-        yield from made
+        while made:
+            yield made.pop(0)  # whoever takes it says how long it is kept
 
 
 def _run_action(step: RankStep, action: Action, arrived: dict[MessageKey, Payload], moved: bool) -> list[Send]:

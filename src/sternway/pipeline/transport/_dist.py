@@ -108,6 +108,7 @@ class DistTransport(Transport):
                     request = program.send(messages.receive(request.key))
                 else:
                     messages.send(request.key, request.payload)
+                    del request  # the program goes on, and the message may be gone before it sends the next one
                     request = next(program)
         except StopIteration:
             pass
