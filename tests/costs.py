@@ -58,6 +58,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_nonfinite.py::test_three_processes_agree": ("dist",),
     "pipeline/test_scaler_sharded.py": ("dist",),
     "pipeline/test_sharded.py": ("dist", "slow"),
+    "pipeline/test_sent.py::test_a_rank_holds_a_message_less_for_each_microbatch": ("dist",),
     "pipeline/test_soak.py": ("dist", "slow"),
     "pipeline/test_two_machines.py": ("dist", "slow"),
     "pipeline/test_tuner.py::test_a_loss_that_fails_on_one_rank_fails_on_all": ("dist",),

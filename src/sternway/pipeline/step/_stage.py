@@ -250,7 +250,7 @@ class Stage:
         graph = self._graphs.pop(number)
         roots, root_grads = self._starts(graph, grads)
         if roots:
-            places = [root.place for root in roots]
+            places: list[Any] = [root.place for root in roots]  # torch takes tensors beside edges
             if self._has_collectives:
                 _check_compiled(places)
             with torch.autocast(roots[0].device, enabled=False):
