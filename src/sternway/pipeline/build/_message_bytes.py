@@ -12,8 +12,10 @@ from sternway.pipeline.transport._routes import MessageKey, Routes
 from sternway.schedule import Action, Schedule, Upkeep
 
 
-def message_bytes(plan: Schedule, rank: int, weights: Sequence[StageWeight]) -> Iterator[tuple[int, int]]:
-    """For each step of a rank in training, the bytes beside what its actions take and leave, and those kept for more.
+def message_bytes(plan: Schedule, rank: int, weights: Sequence[StageWeight]) -> Iterator[tuple[int, int, int]]:
+    """For each step of a rank in training, the bytes beside what its actions take and leave.
+
+    They are those of activations that were sent, of other messages, and of memory that is kept for more.
 
     Messages are asked for ahead. One that was sent is kept until it is known to have arrived; of an activation, that
     counts which its stage does not keep anyway. What a stage passes to another one of its rank is no copy, which the
@@ -52,7 +54,8 @@ def message_bytes(plan: Schedule, rank: int, weights: Sequence[StageWeight]) -> 
         ahead = sum(size(islice(queue, GlooCarrier.ahead)) for queue in queues)
         now = ahead + size(in_use)
         most = max(most, now)
-        yield ahead + sum(kept.values()) - sum(shared.values()), most - now
+        sent = sum(nbytes for key, nbytes in kept.items() if not key.is_gradient)
+        yield sent, ahead + sum(kept.values()) - sent - sum(shared.values()), most - now
         in_use = {key for key in in_use if not any(_is_last(action, key, weights) for action in step.actions)}
         for key in (key for action in step.actions for key in routes.sent(action)):
             kept[key] = size([key]) if key.is_gradient else weights[key.source].sent

@@ -46,7 +46,7 @@ class RankBytes:
         optimizer: the optimizer's state.
         activations: what F and I keep for later.
         working: what the action that runs then takes beyond that, and messages.
-        messages: the most of them at any time.
+        messages: the most of them at any time, activations that were sent apart.
         gathered: whole parameters of sharded stages, and their gradients before they are reduced.
     """
 
@@ -102,7 +102,7 @@ def bytes_of_rank(
         int(optimizer * shards.of(gradients)),
         activations,
         total - activations - gathered,
-        max((there for there, _ in messages), default=0),
+        max((others for _, others, _ in messages), default=0),
         gathered,
     )
 
