@@ -24,6 +24,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_demo_gpu.py": ("dist", "slow"),
     "pipeline/test_dist.py": ("dist",),
     "pipeline/test_experts.py": ("dist",),
+    "pipeline/test_dropped.py": ("dist",),
     "pipeline/test_evaluate.py::test_two_processes": ("dist",),
     "pipeline/test_fit.py::test_a_large_model_takes_no_memory": ("slow",),
     "pipeline/test_fit.py::test_a_whole_gpt_with_its_own_forward": ("slow",),
