@@ -282,6 +282,53 @@ def test_stages_of_a_whole_model_free_what_they_sent(op: str, no_cycles: None) -
     assert_same_grads(part.first, alone)
 
 
+@pytest.mark.parametrize("op", ["B", "I"])
+def test_under_a_default_device_too(op: str, no_cycles: None) -> None:
+    """``torch.device`` as a block is a function mode, which sees all functions of torch."""
+    layer, x = nn.Linear(DIM, DIM), torch.randn(ROWS, DIM)
+    alone = copy.deepcopy(layer)
+    stage = Stage(0, layer, is_last=False, loss_fn=None)
+    with torch.device("cpu"):
+        payloads, memory = send(stage, 0, x)
+        del payloads
+        assert all(each() is None for each in memory)
+        grads = {"main": [torch.ones(ROWS, DIM)]}
+        stage.backward(0, grads) if op == "B" else stage.backward_input(0, grads)
+        if op == "I":
+            stage.backward_weight(0)
+    alone(x).backward(torch.ones(ROWS, DIM))
+    assert_same_grads(layer, alone)
+
+
+class Named(Tensor):
+    """A subclass that torch's functions are passed to."""
+
+
+class Naming(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).as_subclass(Named)
+
+
+@pytest.mark.parametrize("op", ["B", "I"])
+def test_a_subclass_with_a_say_is_kept(op: str) -> None:
+    layer, x = Naming(), torch.randn(ROWS, DIM)
+    alone = copy.deepcopy(layer)
+    stage = Stage(0, layer, is_last=False, loss_fn=None)
+    payloads, memory = send(stage, 0, x)
+    del payloads
+    assert all(each() is not None for each in memory)
+    grads = {"main": [torch.ones(ROWS, DIM)]}
+    stage.backward(0, grads) if op == "B" else stage.backward_input(0, grads)
+    if op == "I":
+        stage.backward_weight(0)
+    alone(x).backward(torch.ones(ROWS, DIM))
+    assert_same_grads(layer, alone)
+
+
 def test_what_autograd_saved_stays(no_cycles: None) -> None:
     stage = Stage(0, nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()), is_last=False, loss_fn=None)
     payloads, memory = send(stage, 0, torch.randn(ROWS, DIM))

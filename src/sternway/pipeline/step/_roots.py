@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
-from torch.overrides import has_torch_function
 
 from sternway._torch.autograd import edge_of, gradient_slots
 
 Place = Tensor | GradientEdge
+_NO_SAY = nn.Parameter.__torch_function__  # that of subclasses which leave torch's functions as they are
 
 
 class Root(NamedTuple):
@@ -36,8 +36,8 @@ class Root(NamedTuple):
         A leaf is kept: the stage has it anyway, as an input or a parameter. So is what torch knows no edge for, or a
         subclass that has a say in its backward.
         """
-        is_kept = tensor.grad_fn is None or has_torch_function((tensor,))
-        if is_kept or tensor.layout is not torch.strided or tensor.is_nested:
+        has_say = type(tensor).__torch_function__ not in (Tensor.__torch_function__, _NO_SAY)
+        if tensor.grad_fn is None or has_say or tensor.layout is not torch.strided or tensor.is_nested:
             return cls(tensor, is_dead)
         return cls(edge_of(tensor), is_dead)
 
