@@ -17,6 +17,10 @@ from torch import nn
 def build():
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), torch.zeros(8, 64)
 
+def blocks():
+    block = lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    return nn.Sequential(*(block() for _ in range(4))), torch.zeros(8, 64)
+
 def reads():
     return nn.Linear(2, 2), torch.zeros(1).item()
 """
@@ -71,10 +75,10 @@ def test_what_does_not_fit_ends_with_1(program: Path) -> None:
 
 
 def test_what_offload_would_change(program: Path) -> None:
-    _, text = run(f"{program}:build", "--schedule", "gpipe", "--json")
+    _, text = run(f"{program}:blocks", "--schedule", "gpipe", "--json")
     plain = next(way for way in json.loads(text)["ways"] if not way["recompute"])
     assert plain["moved"] == 0
-    code, text = run(f"{program}:build", "--schedule", "gpipe", "--memory", str(plain["peak"] - 1), "--json")
+    code, text = run(f"{program}:blocks", "--schedule", "gpipe", "--memory", str(plain["peak"] - 1), "--json")
     ways = json.loads(text)["ways"]
     (moved,) = [way for way in ways if way["moved"] and not way["recompute"]]
     assert code == 0

@@ -149,7 +149,7 @@ def test_what_cannot_be_recomputed_can_be_moved(tmp_path: Path) -> None:
 
 def test_what_is_refused_says_what_it_would_take(tmp_path: Path) -> None:
     here = {"ranks": 2, "offload_to": tmp_path, "offload_rate": FAST}
-    with pytest.raises(PipelineError, match=r"under 1f1b-offloaded, recomputing blocks: parameters .*memory=\d+") as no:
+    with pytest.raises(PipelineError, match=r"under 1f1b, recomputing blocks: parameters .*memory=\d+") as no:
         build(10_000, "1f1b", transport=LocalTransport(), **here)
     least = int(str(no.value).rsplit("memory=")[-1].split()[0].rstrip("."))
     assert_right(build(least, "1f1b", transport=LocalTransport(), **here))

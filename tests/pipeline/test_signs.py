@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from sternway.pipeline.faults import _sockets
 from sternway.pipeline.faults._lost import LostRank, Position
-from sternway.pipeline.faults._signs import SignsOfLife
+from sternway.pipeline.faults._signs import ENDED, SignsOfLife
 
 TIMEOUT = 6.0
 
@@ -165,8 +165,8 @@ def test_a_connection_that_a_rank_closed_on_purpose_changes_nothing(ranks: list[
 
 
 def test_a_process_that_ended_without_closing_is_lost_when_it_is_needed(ranks: list[SignsOfLife], clock: Clock) -> None:
-    ended = LostRank(2, "its process ended without closing the pipeline", Position(4, 2, "2F2"))
-    ranks[2].write(Position(4, 2, "2F2"), ended=True)
+    ended = LostRank(2, ENDED, Position(4, 2, "2F2"))
+    ranks[2].write(Position(4, 2, "2F2"), end=ENDED)
     ranks[0].alarmed = True
     for _ in range(3):
         ranks[1].write(HERE)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import GradientEdge
 from torch.fx import GraphModule
 
 from sternway._torch.compile import COMPILED_NODE
@@ -89,9 +90,10 @@ def drops_gradient(node: Any) -> bool:
     return any(needs and not info.requires_grad for needs, info in zip(node.needs_input_grad, known, strict=False))
 
 
-def any_drops_gradient(outputs: Sequence[Tensor]) -> bool:
-    """Whether a compiled graph below these tensors computes no gradient for an input that needs one."""
-    stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+def any_drops_gradient(outputs: Sequence[Tensor | GradientEdge]) -> bool:
+    """Whether a compiled graph below these tensors or edges computes no gradient for an input that needs one."""
+    nodes: list[Any] = [each.node if isinstance(each, GradientEdge) else each.grad_fn for each in outputs]
+    stack = [node for node in nodes if node is not None]
     seen = set(stack)
     while stack:
         node = stack.pop()

@@ -45,11 +45,11 @@ def gradients_at(
 ) -> tuple[Tensor | None, ...]:
     """``torch.autograd.grad(outputs, edges, grads, allow_unused=True)``, without a look at each edge.
 
-    torch looks at each because it could be a tensor of a subclass. Each gradient must have its output's shape.
+    torch looks at each because it could be a tensor of a subclass. Each gradient must have its output's shape. An
+    output may be an edge, too.
     """
     for output, grad in zip(outputs, grads, strict=True):
-        is_usual = type(output) is Tensor and grad is not None and grad.dtype is output.dtype and not output.is_nested
-        if not is_usual:
+        if grad is None or not _is_usual(output, grad.dtype):
             return torch.autograd.grad(outputs, edges, grads, allow_unused=True)
     run = getattr(torch.autograd.graph, "_engine_run_backward", None)  # nothing but time is lost without it
     if run is None or has_torch_function(outputs):  # a function mode
@@ -58,6 +58,14 @@ def gradients_at(
         tuple(outputs), tuple(grads), False, False, tuple(edges), allow_unreachable=True, accumulate_grad=False
     )
     return found
+
+
+def _is_usual(output: Any, dtype: torch.dtype) -> bool:
+    """Whether a gradient of this dtype is an output's as it is."""
+    if type(output) is GradientEdge:
+        slot = gradient_slots(output.node)[output.output_nr]
+        return slot.dtype is dtype and not slot.is_nested_tensor
+    return type(output) is Tensor and output.dtype is dtype and not output.is_nested
 
 
 def newest_sequence_number() -> int:
@@ -100,24 +108,26 @@ sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 @probe(
     "Node._input_metadata",
-    expected="says the shape and dtype of each gradient that arrives at a node",
+    expected="says the shape, dtype and device of each gradient that arrives at a node, and whether it is nested",
     features=("split", "hooks", "graph"),
 )
 def _gradient_slots() -> bool:
     (one,) = gradient_slots(torch.ones(2, 3, dtype=torch.float64, requires_grad=True).exp().grad_fn)
-    return tuple(one.shape) == (2, 3) and one.dtype is torch.float64 and one.device == torch.device("cpu")
+    looks = tuple(one.shape), one.dtype, one.device, one.is_nested_tensor
+    return looks == ((2, 3), torch.float64, torch.device("cpu"), False)
 
 
 @probe(
     "torch.autograd.graph._engine_run_backward",
-    expected="gives the gradients at edges, and None where there is none",
+    expected="gives the gradients at edges, from tensors and edges, and None where there is none",
     features=("split",),
 )
 def _gradients_at() -> bool:
     x, y = torch.full((1,), 3.0, requires_grad=True), torch.ones(1, requires_grad=True)
     below, grad = x * x, torch.full((1,), 2.0)
-    found = gradients_at([edge_of(x), edge_of(below), edge_of(y)], [below.exp().log()], [grad])
-    return [each if each is None else round(each.item()) for each in found] == [12, 2, None] and x.grad is None
+    roots = [below.exp().log(), edge_of(below.exp().log())]
+    found = gradients_at([edge_of(x), edge_of(below), edge_of(y)], roots, [grad, grad])
+    return [each if each is None else round(each.item()) for each in found] == [24, 4, None] and x.grad is None
 
 
 @probe(

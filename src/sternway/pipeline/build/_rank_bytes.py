@@ -46,7 +46,7 @@ class RankBytes:
         optimizer: the optimizer's state.
         activations: what F and I keep for later.
         working: what the action that runs then takes beyond that, and messages.
-        messages: the most of them at any time.
+        messages: the most of them at any time, activations that were sent apart.
         gathered: whole parameters of sharded stages, and their gradients before they are reduced.
     """
 
@@ -80,20 +80,19 @@ def bytes_of_rank(
         plan = sharded(plan, gathered=shards.gathered)
     mine = [weights[stage] for stage in plan.placement[rank]]
     held, whole, most = 0, _Gathered(shards, weights), (0, 0, 0)
-    moved = plan.moved(rank)
     messages = list(message_bytes(plan, rank, weights))
     for step, around in zip(plan.actions[rank], map(sum, messages), strict=True):
         if isinstance(step, Upkeep):
             if step.microbatch is not None:
-                held += -weights[step.stage].freed if step.op == "OFFLOAD" else weights[step.stage].moved
+                held += -weights[step.stage].moved if step.op == "OFFLOAD" else weights[step.stage].moved
             most = max(most, (held + around + whole.during(step), held, whole.now))
         for action in step.actions:
             each = weights[action.stage].actions[action.op]
             whole.note(action)
             most = max(most, (held + each.peak + around + whole.now, held, whole.now))
             held += each.left
-            if action.is_backward and (action.stage, action.microbatch) in moved:
-                held -= weights[action.stage].moved - weights[action.stage].freed
+            if action.op == "F":
+                around += weights[action.stage].sent  # after the step
     gradients = sum(each.gradients for each in mine)
     total, activations, gathered = most
     return RankBytes(
@@ -103,7 +102,7 @@ def bytes_of_rank(
         int(optimizer * shards.of(gradients)),
         activations,
         total - activations - gathered,
-        max((there for there, _ in messages), default=0),
+        max((others for _, others, _ in messages), default=0),
         gathered,
     )
 

@@ -110,7 +110,7 @@ class Room:
         after_i = [each.actions["F"].left + each.actions["I"].left for each in self.weights]
         costs = replace(plain, activation_bytes=unit, memory_after_F=units(after_f), memory_after_I=units(after_i))
         if self.rate is not None:
-            stays = units(each.actions["F"].left - each.freed for each in self.weights)
+            stays = units(each.actions["F"].left - each.moved for each in self.weights)
             costs = replace(costs, offload=[each.moved / self.rate for each in self.weights], memory_offloaded=stays)
         most = [counts[max(counts)] if counts else own for counts, own in zip(self.again, self.weights, strict=True)]
         inputs = [each.actions["F"].left for each in most]

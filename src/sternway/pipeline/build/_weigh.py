@@ -77,9 +77,10 @@ class StageWeight:
         actions: what F, I, W and B take.
         buffers: of the bytes of ``parameters``, those of buffers, which are never sharded.
         largest: the bytes of the parameters of its largest module.
-        freed: of what F leaves, the bytes that leave the device if the microbatch is offloaded. What the stage has
-            received and what it sends stay.
-        moved: the bytes that then come back: with ``freed``, copies of outputs that the stage itself needs.
+        sent: of what F sends, the bytes that the stage does not keep itself: they go with the message.
+        moved: of what F leaves, the bytes that leave the device if the microbatch is offloaded, and then come back.
+            What the stage has received stays.
+        freed: of these, the bytes that go at once; the others are sent, and go with the message.
         input_waits: whether W needs what F received.
         gradient_waits: whether W needs what I received.
         kept: the largest tensors that F keeps, parameters and messages apart.
@@ -91,8 +92,9 @@ class StageWeight:
     actions: dict[Op, ActionWeight]
     buffers: int = 0
     largest: int = 0
-    freed: int = 0
+    sent: int = 0
     moved: int = 0
+    freed: int = 0
     input_waits: bool = False
     gradient_waits: bool = False
     kept: tuple[LargeTensor, ...] = ()
@@ -132,6 +134,7 @@ class _Scale:
         self._stage, self._microbatch, self._received = stage, microbatch, received
         self._counter = OperationCounter()
         self._sent: dict[str, Spec] = {}
+        self._beyond = 0  # of what it sends in F, the bytes that it does not keep
         self._inputs: list[Watched] = []  # what it has received in F, and in its backward
         self._grads: list[Watched] = []
 
@@ -149,12 +152,13 @@ class _Scale:
             for action in (self._forward, self._input, self._weight):  # now there are gradients to add to
                 action()
             actions["F"] = self._action(self._forward)
+            sent = self._beyond
             actions["I"] = self._action(self._input)
             waits = _live(self._inputs), _live(self._grads)
             actions["W"] = self._action(self._weight)
             self._forward()
             actions["B"] = self._action(self._whole)
-        freed, moved, kept = self._moves()
+        moved, freed, kept = self._moves()
         parameters = list(module.parameters())
         gradients = storage_bytes(p for p in parameters if p.requires_grad)
         for parameter in parameters:
@@ -164,10 +168,10 @@ class _Scale:
         held = storage_bytes([*parameters, *module.buffers()])
         buffers = held - storage_bytes(parameters)
         largest = max((storage_bytes(each.parameters()) for each in _called(module)), default=0)
-        return StageWeight(held, gradients, message, actions, buffers, largest, freed, moved, *waits, kept)
+        return StageWeight(held, gradients, message, actions, buffers, largest, sent, moved, freed, *waits, kept)
 
     def _moves(self) -> tuple[int, int, tuple[LargeTensor, ...]]:
-        """The bytes that leave the device with a microbatch, those that come back, and the largest tensors of them."""
+        """The bytes that leave the device with a microbatch, those that go at once, and the largest tensors of them."""
         saved: dict[int, int] = {}
         looks: dict[int, LargeTensor] = {}
 
@@ -179,15 +183,15 @@ class _Scale:
 
         received = self._arriving()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            self._stage.forward(0, self._microbatch, received, keep_output=False)
+            sent = self._stage.forward(0, self._microbatch, received, keep_output=False)
         module = self._stage.module
         anyway = [*tensors_anyway(self._microbatch, received), *self._stage.held_by_name()]
         own = storage_sizes((*module.parameters(), *anyway))
         moved = {key: size for key, size in saved.items() if key not in own}
-        stays = storage_sizes(self._stage.sent_tensors(0))
+        stays = storage_sizes(tensor for _, tensors in sent.values() for tensor in tensors)
         self._stage.clear()
         kept = largest_of(looks[key] for key in moved)
-        return sum(size for key, size in moved.items() if key not in stays), sum(moved.values()), kept
+        return sum(moved.values()), sum(size for key, size in moved.items() if key not in stays), kept
 
     def _action(self, run: Callable[[], None]) -> ActionWeight:
         counter = self._counter
@@ -204,6 +208,15 @@ class _Scale:
         self._inputs = _watched(each for _, tensors in received.values() for each in tensors)
         sent = self._stage.forward(0, self._microbatch, received, keep_output=False)
         self._sent = {name: spec for name, (spec, _) in sent.items()}
+        messages = [
+            described.in_memory(tensor)
+            for spec, tensors in sent.values()
+            for described, tensor in zip(spec.tensors, tensors, strict=True)
+        ]
+        del sent
+        with_messages = self._counter.now
+        del messages
+        self._beyond = with_messages - self._counter.now
 
     def _input(self) -> None:
         self._stage.backward_input(0, self._gradients())

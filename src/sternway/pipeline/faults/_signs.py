@@ -3,7 +3,7 @@
 A rank reads the sign of the next rank only. The ranks form a ring, so the cost per rank does not grow with their
 number. After a connection was lost, a rank reads the signs of all, and waits for less time, to find out who it was.
 A connection that is seen to be closed, though nobody waits on it, is less than that: perhaps a rank left on purpose.
-A process that ends without closing its pipeline is lost as soon as somebody waits for it.
+A process that ends without closing its pipeline, or drops it, is lost as soon as somebody waits for it.
 
 No threads and no waiting here: ``_watch.py`` calls this, and tests call it with a clock of their own.
 """
@@ -19,6 +19,8 @@ from typing import Any
 from sternway.pipeline.faults._lost import LostRank, Position
 
 CLOSED = "closed"
+ENDED = "its process ended without closing the pipeline"
+DROPPED = "its pipeline was dropped without being closed"
 
 
 class SignsOfLife:
@@ -45,10 +47,10 @@ class SignsOfLife:
         self._asked: set[int] = set()  # ranks that were looked at since a connection was lost
         self._alive: set[int] = set()  # those of them whose sign has changed after that
 
-    def write(self, position: Position, *, ended: bool = False) -> None:
-        """Write a new sign of this rank; the last one, if its process has ended."""
+    def write(self, position: Position, *, end: str = "") -> None:
+        """Write a new sign of this rank; with ``end``, the last one, and why."""
         self._count += 1
-        content = {"count": self._count, "position": asdict(position), "ended": ended}
+        content = {"count": self._count, "position": asdict(position), "end": end}
         self._store.set(f"beat/{self._rank}", json.dumps(content))
 
     def write_closed(self) -> None:
@@ -101,11 +103,11 @@ class SignsOfLife:
         silent = self._clock() - self._seen[rank][1]
         if sign == CLOSED:
             return None
-        content: dict[str, Any] = json.loads(sign) if sign else {"position": {}, "ended": False}
+        content: dict[str, Any] = json.loads(sign) if sign else {"position": {}, "end": ""}
         position = Position(**content["position"])
-        if content["ended"]:
+        if content["end"]:
             needed = self.suspicious or min(silent, self._waits) > self._limit(rank, False)
-            return LostRank(rank, "its process ended without closing the pipeline", position) if needed else None
+            return LostRank(rank, content["end"], position) if needed else None
         if silent <= limit:
             return None
         what = f"no sign of life for {silent:.1f} s: it died, was stopped, or hangs"

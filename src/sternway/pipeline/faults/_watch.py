@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from sternway._torch import distributed
 from sternway.pipeline.faults._lost import LostRank, Position
-from sternway.pipeline.faults._signs import CLOSED, SignsOfLife
+from sternway.pipeline.faults._signs import CLOSED, DROPPED, ENDED, SignsOfLife
 
 _STUCK_SECONDS = 2.0  # after which a main thread that was woken, and is still in an action, waits in another group
 
@@ -76,7 +76,7 @@ class Watch:
         self._position: Callable[[], Position] = Position
         self._rank, self._timeout, self._interval = rank, heartbeat_timeout, self._signs.interval
         self._holder, self._holds_store, self._wake, self._closed = holder, holds_store, wake, closed
-        self._step_timeout, self._ended = step_timeout, False
+        self._step_timeout, self._end, self._is_abandoned = step_timeout, "", False
         self._ends, self._free, self._woken = ends, free, math.inf
         self._others: set[str] = set()
         self._waits: Callable[[], float] = lambda: 0.0
@@ -151,33 +151,46 @@ class Watch:
             if thread is not threading.current_thread():
                 thread.join(timeout=3 * self._interval + 2)
 
+    def abandon(self) -> None:
+        """Nobody can use the pipeline any more, and nobody closed it: let the threads end by themselves.
+
+        The collector may call this in any thread and at any place, also where that thread holds a lock. So it takes
+        none, and the threads see it some time later.
+        """
+        self._end, self._is_abandoned = DROPPED, True
+
     def _exit(self) -> None:
         """The process ends, and nobody closed the pipeline."""
-        self._ended = True
+        self._end = ENDED
         self.stop()
+
+    def _leaves(self) -> bool:
+        return self._is_abandoned or self._stop.is_set()
 
     # The threads
 
     def _beat(self) -> None:
         with suppress(RuntimeError):  # the loop will see, too
             self._signs.write_ends(self._ends())
-        while not self._stop.is_set():
+        while not self._leaves():
             try:
                 self._once()
                 self._answered = time.monotonic()
             except RuntimeError:  # what the store's client raises when the other side is gone
                 left = CLOSED in self._signs.last_seen().values()  # a rank closed its pipeline, and the store with it
-                if not self._stop.is_set() and not left:
+                if not self._leaves() and not left:
                     self._decide(LostRank(None, f"the store is gone, which {self._holder} held"))
                 return
             self._hurry.wait(self._interval / 2 if self._signs.suspicious else self._interval)
             self._hurry.clear()
         with suppress(RuntimeError):  # there may be no store any more
             self._stay()
-            if self._ended:
-                self._signs.write(self._position(), ended=True)
+            if self._end:
+                self._signs.write(self._position(), end=self._end)
             else:
                 self._signs.write_closed()
+        if self._is_abandoned:
+            atexit.unregister(self._exit)
 
     def _once(self) -> None:
         self._signs.write(self._position())
@@ -211,7 +224,7 @@ class Watch:
             time.sleep(self._interval / 10)
 
     def _guard(self) -> None:
-        while not self._stop.wait(self._interval):
+        while not self._stop.wait(self._interval) and not self._is_abandoned:
             silent = time.monotonic() - self._answered
             if self.lost is None and silent > self._timeout:
                 what = f"the store, which {self._holder} holds, has not answered for {silent:.1f} s"

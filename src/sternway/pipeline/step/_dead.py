@@ -8,7 +8,7 @@ leaves out what was zeros, and sees at the end of each step that it was so again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import final
 
 from torch import Tensor
@@ -27,20 +27,8 @@ class DeadOutputs:
         self._now: set[int] = set()  # and in this one
         self._zeros: list[Callable[[], bool]] = []  # whether what was left out in this step was zeros
 
-    def without(
-        self, dead: Sequence[Tensor], outputs: Sequence[Tensor], grads: Sequence[Tensor | None]
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The outputs at which a backward begins, and their gradients: without dead ones that got none."""
-        known = {id(tensor) for tensor in dead}
-        pairs = [
-            (output, grad)
-            for place, (output, grad) in enumerate(zip(outputs, grads, strict=True))
-            if id(output) not in known or grad is None or self._has_some(place, grad)
-        ]
-        return [output for output, _ in pairs], [grad for _, grad in pairs]
-
-    def _has_some(self, place: int, grad: Tensor) -> bool:
-        """Whether a gradient is not zeros, as far as that is known without a wait."""
+    def got_some(self, place: int, grad: Tensor) -> bool:
+        """Whether what came back for the dead output at this place is not zeros, as far as known without a wait."""
         some = grad.any()
         if _later.is_here(some):
             return bool(some)

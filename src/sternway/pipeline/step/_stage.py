@@ -30,6 +30,7 @@ from sternway.pipeline.step._dead import DeadOutputs
 from sternway.pipeline.step._loss import LossFn, WeighedLoss, not_half
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._movers import Movers
+from sternway.pipeline.step._roots import Place, Root
 from sternway.pipeline.step._shards import StageShards
 from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
 from sternway.pipeline.transport._routes import MAIN
@@ -54,8 +55,7 @@ class _Graph:
     """What F of one microbatch keeps for its backward, by channel."""
 
     inputs: dict[str, list[Tensor]]
-    outputs: dict[str, list[Tensor]]
-    dead: list[Tensor]  # outputs that no gradient is expected for: if it is zero, there is none
+    roots: dict[str, list[Root]]
 
 
 class Stage:
@@ -153,7 +153,7 @@ class Stage:
 
         sent = skips if self.is_last else {MAIN: output} | skips
         payloads = {name: pack(tree, shards=True) for name, tree in sent.items()}
-        graph_outputs = {name: [t for t in tensors if t.requires_grad] for name, (_, tensors) in payloads.items()}
+        roots = self._sent_roots(payloads) if training else {}
         if self.is_last:
             loss = self._loss(output, microbatch)
             if keep_output or loss is None:
@@ -161,17 +161,27 @@ class Stage:
             if loss is not None:
                 self.losses[number] = loss.detach()
                 if loss.requires_grad:
-                    graph_outputs[MAIN] = [loss if self._scale is None else self._scale(loss)]
+                    roots[MAIN] = [Root(loss if self._scale is None else self._scale(loss))]
         if training:
             needing = {name: [t for t in tensors if t.requires_grad] for name, tensors in inputs.items()}
-            dead = self.module.dead if isinstance(self.module, ModelPart) and not self.is_last else []
-            self._graphs[number] = _Graph(needing, graph_outputs, dead)
+            self._graphs[number] = _Graph(needing, roots)
         given = [*tensors_anyway(microbatch, {}), *(tensor for tensors in inputs.values() for tensor in tensors)]
         known = {id(tensor) for tensor in given}
         held: set[int] = set()
         if any(not t.requires_grad and id(t) not in known for _, tensors in payloads.values() for t in tensors):
             held = {storage_id(buffer) for buffer in self.module.buffers() if _has_storage(buffer)}
         return {name: (spec, [_to_send(t, held) for t in tensors]) for name, (spec, tensors) in payloads.items()}
+
+    def _sent_roots(self, payloads: dict[str, Payload]) -> dict[str, list[Root]]:
+        """Where gradients will come back for what is sent, by channel."""
+        dead: set[int] = set()
+        if isinstance(self.module, ModelPart) and not self.is_last:
+            dead = {id(tensor) for tensor in self.module.dead}
+            self.module.dead = []  # it would keep them
+        return {
+            name: [Root.of(tensor, id(tensor) in dead) for tensor in tensors if tensor.requires_grad]
+            for name, (_, tensors) in payloads.items()
+        }
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
         """This microbatch's part of the loss, by ``loss_fn`` or by the model itself; None if there is none."""
@@ -218,13 +228,13 @@ class Stage:
         """I: returns the gradients of what was received, by channel. What W needs is kept."""
         self._wait()
         graph = self._graphs.pop(number)
-        outputs, output_grads = self._roots(graph, grads)
+        roots, root_grads = self._starts(graph, grads)
         found: dict[str, list[Tensor | None]] = {name: [None] * len(ts) for name, ts in graph.inputs.items()}
-        if outputs:
-            self._device = outputs[0].device.type
+        if roots:
+            self._device = roots[0].device
             with torch.autocast(self._device, enabled=False):
                 found, self._pendings[number] = split.backward_input(
-                    outputs, output_grads, graph.inputs, own_thread=True
+                    [root.place for root in roots], root_grads, graph.inputs, own_thread=True
                 )
         return _whole(found, graph.inputs)
 
@@ -244,23 +254,28 @@ class Stage:
             return found
         self._wait()
         graph = self._graphs.pop(number)
-        outputs, output_grads = self._roots(graph, grads)
-        if outputs:
+        roots, root_grads = self._starts(graph, grads)
+        if roots:
+            places: list[Any] = [root.place for root in roots]  # torch takes tensors beside edges
             if self._has_collectives:
-                _check_compiled(outputs)
-            with torch.autocast(outputs[0].device.type, enabled=False):
-                torch.autograd.backward(outputs, output_grads)
+                _check_compiled(places)
+            with torch.autocast(roots[0].device, enabled=False):
+                torch.autograd.backward(places, root_grads)
         self._done(number)
         return _whole({name: [t.grad for t in tensors] for name, tensors in graph.inputs.items()}, graph.inputs)
 
-    def _roots(self, graph: _Graph, grads: dict[str, list[Tensor]]) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The tensors at which this backward starts, with their gradients: outputs that were sent, and the loss."""
-        outputs: list[Tensor] = []
-        output_grads: list[Tensor | None] = []
-        for name, tensors in graph.outputs.items():
-            outputs += tensors
-            output_grads += [None] * len(tensors) if self.is_last and name == MAIN else grads[name]
-        return self._dead.without(graph.dead, outputs, output_grads) if graph.dead else (outputs, output_grads)
+    def _starts(self, graph: _Graph, grads: dict[str, list[Tensor]]) -> tuple[list[Root], list[Tensor | None]]:
+        """Where this backward starts, with the gradients there: at what was sent, and at the loss."""
+        pairs: list[tuple[Root, Tensor | None]] = []
+        for name, roots in graph.roots.items():
+            is_loss = self.is_last and name == MAIN
+            pairs += [(root, None) for root in roots] if is_loss else zip(roots, grads[name], strict=True)
+        pairs = [
+            (root, grad)
+            for place, (root, grad) in enumerate(pairs)
+            if not root.is_dead or grad is None or self._dead.got_some(place, grad)
+        ]
+        return [root for root, _ in pairs], [grad for _, grad in pairs]
 
     def _wait(self) -> None:
         if self.shards is not None:
@@ -276,10 +291,6 @@ class Stage:
     def pending_bytes(self, number: int) -> int:
         """The bytes that wait for W of a microbatch."""
         return self._pendings[number].nbytes if number in self._pendings else 0
-
-    def sent_tensors(self, number: int) -> list[Tensor]:
-        """What F of a microbatch has sent, and its backward starts at."""
-        return [tensor for tensors in self._graphs[number].outputs.values() for tensor in tensors]
 
     def clear(self) -> None:
         """Drop everything, after a step or an error."""
@@ -323,9 +334,9 @@ def _changed_in_place(stage: int) -> PipelineError:
     )
 
 
-def _check_compiled(outputs: list[Tensor]) -> None:
+def _check_compiled(places: list[Place]) -> None:
     """Raise if a gradient would be lost; where the backward is split, the split looks for that itself."""
-    if any_drops_gradient(outputs):
+    if any_drops_gradient(places):
         raise PipelineError(**DROPPED)
 
 

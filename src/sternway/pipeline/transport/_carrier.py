@@ -64,6 +64,9 @@ class Carrier(ABC):
     def round_trip(self, message: Tensor, peer: int) -> float:
         """The seconds that a message takes to another rank and back. Both call it; the lower rank sends first."""
 
+    def abandon(self) -> None:  # noqa: B027  # there need not be threads
+        """Nobody can use the pipeline any more: let threads end by themselves, without a wait and without locks."""
+
     @abstractmethod
     def drop(self, timeout: float) -> None:
         """Forget what is under way after so many seconds, since the pipeline is closed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -73,8 +74,13 @@ class DistTransport(Transport):
         self.ranks, self.rank = len(members), self._groups.rank
         self.mine = (self.rank,)
         self.watch = self._groups.watch
+        self._enders: list[Callable[[], None]] = []  # each lets threads end that hold nothing of this transport
         if self.watch is not None:
-            self.watch.follow(awaited=self._awaited)
+            awaited = weakref.WeakMethod(self._awaited)
+            self.watch.follow(awaited=lambda place: None if (call := awaited()) is None else call(place))
+            self._enders.append(self.watch.abandon)
+        self._dropped = weakref.finalize(self, _end_all, self._enders)
+        self._dropped.atexit = False  # threads see to that themselves
 
     def place(self, devices: Sequence[torch.device]) -> None:
         everyone = self.crew().agree(lambda: check_device(devices, self._wanted))
@@ -83,6 +89,7 @@ class DistTransport(Transport):
         host = GlooCarrier(self._groups, self.device)
         self._carrier: Carrier = NcclCarrier(self._groups, self.device) if kind == "cuda" else host
         self._messenger = Messenger(self._groups, self._carrier, host, self._dynamic)
+        self._enders.append(self._carrier.abandon)
 
     def connect(self, schedule: Schedule, routes: Routes) -> None:
         try:
@@ -108,6 +115,7 @@ class DistTransport(Transport):
                     request = program.send(messages.receive(request.key))
                 else:
                     messages.send(request.key, request.payload)
+                    del request  # the program goes on, and the message may be gone before it sends the next one
                     request = next(program)
         except StopIteration:
             pass
@@ -137,7 +145,9 @@ class DistTransport(Transport):
     def gather_later(self, numbers: Callable[[], Rows], members: Sequence[int] | None = None) -> Callable[[], Rows]:
         among = tuple(members or self._groups.members)
         if among not in self._late_gathers:
-            self._late_gathers[among] = LateGathers(self._groups.new(among), len(among), self.explain)
+            made = LateGathers(self._groups.new(among), len(among), self._groups.explain)
+            self._late_gathers[among] = made
+            self._enders.append(made.abandon)
         return self._late_gathers[among].submit(lambda: numbers()[0])
 
     def add(self, tensors: list[Tensor], ranks: Sequence[int]) -> None:
@@ -186,6 +196,7 @@ class DistTransport(Transport):
         return self._groups.explain(error)
 
     def fail(self, error: BaseException) -> None:
+        self._dropped.detach()
         self._groups.tell(error)
         self._copies.drop()
         if self._messenger is not None:
@@ -197,6 +208,7 @@ class DistTransport(Transport):
         self._groups.close(failed=True)
 
     def close(self) -> None:
+        self._dropped.detach()
         if self._messenger is not None:
             self._messenger.close(self._timeout)
         if self.device.type == "cuda":  # the host may be ahead of the GPU: let that end what was posted
@@ -232,3 +244,9 @@ def default_transport(mesh: PipelineMesh | None, dynamic: bool, heartbeat_timeou
         heartbeat_timeout=heartbeat_timeout,
         watched=mesh.everyone,
     )
+
+
+def _end_all(enders: list[Callable[[], None]]) -> None:
+    """Nobody holds a transport any more, and nobody closed it."""
+    for end in enders:
+        end()

@@ -32,6 +32,7 @@ class LateGathers:
 
     def __init__(self, group: Any, ranks: int, explain: Callable[[Exception], Exception]) -> None:
         self._group, self._ranks, self._explain = group, ranks, explain
+        self._is_abandoned = False
         self._jobs: queue.SimpleQueue[tuple[Callable[[], list[float]], Future[Rows]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sternway-gather", daemon=True)
         self._thread.start()
@@ -46,6 +47,11 @@ class LateGathers:
         found: Future[Rows] = Future()
         self._jobs.put((numbers, found))
         return found.result
+
+    def abandon(self) -> None:
+        """Nobody will hand in more, and nobody closed the pipeline: let the thread end by itself."""
+        self._is_abandoned = True
+        self._jobs.put(None)  # no lock: the collector may call this in any thread, and at any place
 
     def stop(self, timeout: float = 5.0) -> None:
         """Finish what was handed in, as long as the other ranks do, and end the thread."""
@@ -64,6 +70,9 @@ class LateGathers:
             except Exception as error:
                 failed = failed or (self._explain(error) if isinstance(error, RuntimeError) else error)
                 found.set_exception(failed)
+            del job, numbers, found  # the next one may take long to come
+        if self._is_abandoned:
+            atexit.unregister(self.stop)
 
     def _gather(self, numbers: list[float]) -> Rows:
         mine = torch.tensor(numbers, dtype=torch.float64)

@@ -108,6 +108,7 @@ def _advance(program: RankProgram, answer: Payload | None, mail: dict[MessageKey
                 request = program.send(mail.pop(request.key))
             else:
                 mail[request.key] = request.payload
+                del request  # the program goes on, and the message may be taken before it sends the next one
                 request = next(program)
     except StopIteration:
         return None

@@ -143,6 +143,11 @@ class NcclCarrier(Carrier):
         torch.cuda.synchronize(self._device)
         return time.perf_counter() - start
 
+    def abandon(self) -> None:
+        self._watch.stop()
+        for edge in (*self._outgoing.values(), *self._incoming.values()):
+            edge.stop()
+
     def drop(self, timeout: float = 5.0) -> None:
         atexit.unregister(self.drop)
         self._watch.stop()
