@@ -8,6 +8,7 @@ counts of the others are taken with its output and their targets, and compared w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,9 +22,11 @@ from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import IGNORED
 from sternway.pipeline.forward._plain import PlainAttributes
 from sternway.pipeline.forward._untouched import untouched
-from sternway.pipeline.step._mean import check_mean, has_rows
+from sternway.pipeline.step._mean import Answer, check_mean, check_numbers, has_rows, numbers_used
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.transport._later import to_host
+
+_STEPS = 8  # in which numbers of the output are looked at: a head of zeros gives the same ones at first
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
 """``loss_fn(output, target)`` returns the mean over the rows, or a sum and the count to divide it by."""
@@ -35,7 +38,9 @@ class WeighedLoss:
     def __init__(self) -> None:
         self._counts: list[float] = []  # of each microbatch of this step, as far as it was looked ahead
         self._uneven: Callable[[], bool] | None = None
-        self._asks, self._has_asked = True, False  # whether a loss that is one number is the mean over rows
+        self._asks, self._answers = True, set[Answer]()  # whether a loss that is one number is the mean over rows
+        self._numbers: list[float] | None = None  # those of the output that the loss of a microbatch used
+        self._steps = 0  # that were asked about these
 
     def __call__(self, loss_fn: LossFn, output: Any, microbatch: Microbatch) -> Tensor:
         """This microbatch's part of the loss of the batch."""
@@ -47,7 +52,7 @@ class WeighedLoss:
                 self._counts = [_count(loss_fn, output, target) for target in targets]
             self._check(_number(count), microbatch.target, targets)
             return not_half(_one_number(total)) / max(sum(self._counts), 1e-12)
-        if self._asks and microbatch.weight < 1 and torch.is_grad_enabled():
+        if microbatch.weight < 1 and torch.is_grad_enabled():
             self._ask(loss_fn, output, microbatch)
         loss, self._uneven = _one_number(loss), microbatch.uneven
         if loss.is_cpu:
@@ -56,9 +61,12 @@ class WeighedLoss:
 
     def _ask(self, loss_fn: LossFn, output: Any, microbatch: Microbatch) -> None:
         """Raise if the loss is not the mean over rows, as far as that can be seen in the first step that has rows."""
-        if has_rows(output, microbatch.target, microbatch.dim):
-            self._asks = not check_mean(_aside(loss_fn), output, microbatch.target, microbatch.dim)
-            self._has_asked = True
+        if self._steps < _STEPS:
+            used = numbers_used(_aside(loss_fn), output, microbatch.target)
+            check_numbers(self._numbers, used)
+            self._numbers = used
+        if self._asks and has_rows(output, microbatch.target, microbatch.dim):
+            self._answers.add(check_mean(_aside(loss_fn), output, microbatch.target, microbatch.dim))
 
     def check_even(self) -> None:
         """Raise if means were taken that do not add up to the mean of the batch.
@@ -86,7 +94,17 @@ class WeighedLoss:
         """The step is over."""
         self._counts.clear()
         self._uneven = None
-        self._asks = self._asks and not self._has_asked
+        self._steps = _STEPS if self._numbers == [] else self._steps + (self._numbers is not None)
+        self._numbers = None
+        if "never" in self._answers and "seen" not in self._answers:
+            warnings.warn(
+                "it could not be tried whether loss_fn is the mean over the rows, since it takes no fewer rows than a "
+                "microbatch has; if it is not, gradients are not those of the batch: return (sum, count) to say how it "
+                "adds up",
+                stacklevel=2,
+            )
+        self._asks = self._asks and not self._answers
+        self._answers.clear()
 
 
 def _one_number(loss: Any) -> Tensor:
