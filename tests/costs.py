@@ -55,6 +55,8 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_offload_memory.py::test_the_slowest_link_counts": ("dist",),
     "pipeline/test_offload_steps.py::test_two_processes": ("dist",),
     "pipeline/test_random.py::test_on_two_gloo_ranks": ("dist",),
+    "pipeline/test_ranks_apart.py::test_a_call_that_one_rank_makes_alone": ("dist",),
+    "pipeline/test_ranks_apart.py::test_weights_and_targets_that_differ": ("dist",),
     "pipeline/test_recompute.py::test_sixteen_blocks_under_less_and_less_memory": ("dist", "slow"),
     "pipeline/test_odd_dist.py": ("dist", "slow"),
     "pipeline/test_nonfinite.py::test_three_processes_agree": ("dist",),

@@ -66,7 +66,7 @@ def _rank(rank: int, ranks: int, port: int, victim: int, where: str, shard: bool
     torch.manual_seed(0)
     try:
         for _ in range(4):  # a rank that has all it needs may end the second
-            pipe.step(torch.randn(8, DIM), target=torch.randn(8, DIM))
+            pipe.step(torch.ones(8, DIM), target=torch.ones(8, DIM))
     except Exception as error:
         said.put((rank, type(error).__name__, str(error)))
     if rank == victim:

@@ -81,6 +81,75 @@ def test_means_are_not(loss_fn: Any) -> None:
     assert pipe_of(loss_fn).step(X, target=GOAL).loss is not None
 
 
+class Numbers(nn.Module):
+    """Returns, beside rows, a number that it makes of them and one that it does not."""
+
+    def __init__(self, is_flat: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.scale = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), nn.Parameter(torch.ones(()))
+        if is_flat:
+            nn.init.zeros_(self.last.weight)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.last(self.first(x).tanh())
+        return {"y": y, "balance": y.square().mean(0).max(), "loss": (y - 1).square().mean(), "scale": self.scale.exp()}
+
+
+def number_pipe(loss_fn: Any, is_flat: bool = False) -> Pipeline:
+    options: dict[str, Any] = {"schedule": "gpipe", "n_microbatches": 4, "transport": LocalTransport(), "ranks": 2}
+    return Pipeline(Numbers(is_flat), loss_fn=loss_fn, **options)
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda output, target: output["loss"],
+        lambda output, target: F.mse_loss(output["y"], target) + 0.1 * output["balance"],
+    ],
+)
+def test_a_number_that_the_model_makes_of_rows_is_refused(loss_fn: Any, is_flat: bool) -> None:
+    pipe = number_pipe(loss_fn, is_flat)
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    if is_flat:  # a head of zeros gives the same number for all rows, until it is trained
+        pipe.step(X, target=GOAL)
+        optimizer.step()
+    with pytest.raises(PipelineError, match=r"uses a number that the model computes.*\(loss \* rows, rows\)"):
+        pipe.step(X, target=GOAL)
+
+
+def test_one_that_it_does_not_make_of_rows_is_not() -> None:
+    scaled, pair = (
+        number_pipe(lambda output, target: F.mse_loss(output["y"] * output["scale"], target)),
+        number_pipe(lambda output, target: (output["loss"] * len(target), len(target))),
+    )
+    for pipe in (scaled, pair):
+        assert pipe.step(X, target=GOAL).loss is not None
+
+
+def test_every_microbatch_of_the_first_step_is_asked() -> None:
+    mask = torch.cat([torch.ones(4, DIM), MASK[4:]])  # the first microbatch has the same number in each row
+    with pytest.raises(PipelineError, match="must return the mean over the rows"):
+        pipe_of(masked).step(X, target=(GOAL, mask))
+
+
+def variance(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target) + output.var(0).mean()
+
+
+def largest(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target) + 0.01 * output.abs().max()
+
+
+def test_losses_that_one_row_does_not_have() -> None:
+    with pytest.raises(PipelineError, match=r"got .* for four rows, and .* for each half"):
+        pipe_of(variance, 2).step(X, target=GOAL)
+    with pytest.warns(UserWarning, match="it could not be tried whether loss_fn is the mean over the rows"):
+        pipe_of(variance, 4).step(X, target=GOAL)
+    with pytest.raises(PipelineError, match="must return the mean over the rows"):
+        pipe_of(largest).step(X, target=GOAL)
+
+
 def test_a_loss_that_talks_to_other_processes_is_not_tried() -> None:
     """Another process may have fewer rows, and not try it: nobody would answer."""
     sums = []

@@ -299,12 +299,12 @@ def mixed_places(rank: int) -> None:
     with pytest.raises(PipelineError, match="same kind of device; got cpu on rank 1 and cuda on rank 0"):
         Pipeline({rank: layer if rank else layer.cuda()}, **build)
     cpu = Pipeline({rank: nn.Linear(DIM, DIM)}, **build)  # a GPU that is there need not be used
-    cpu.step(torch.randn(4, DIM), target=torch.randn(4, DIM))
+    cpu.step(torch.ones(4, DIM), target=torch.ones(4, DIM))
     assert cpu.transport.device == torch.device("cpu")
     cpu.close()
     no_parameters = nn.ReLU() if rank else nn.Linear(DIM, DIM).cuda()
     pipe = Pipeline({rank: no_parameters}, **build)
-    pipe.step(torch.randn(4, DIM, device="cuda"), target=torch.randn(4, DIM, device="cuda"))
+    pipe.step(torch.ones(4, DIM, device="cuda"), target=torch.ones(4, DIM, device="cuda"))
     assert pipe.transport.device == torch.device("cuda", 0)
     pipe.close()
     dist.barrier()

@@ -128,7 +128,7 @@ def test_profile_leaves_gradients_as_they_were() -> None:
         parameter.grad = torch.ones_like(parameter)
     before = [parameter.grad for parameter in model.parameters()]
     pipeline.profile(model, torch.randn(2, 4), repeats=1)
-    with pytest.raises(PipelineError, match="the sample must go through the model"):
+    with pytest.raises(PipelineError, match=r"the sample .* must go through the model"):
         pipeline.profile(model, torch.randn(2, 3), repeats=1)
     for parameter, grad in zip(model.parameters(), before, strict=True):
         assert parameter.grad is grad

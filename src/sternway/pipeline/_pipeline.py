@@ -285,7 +285,10 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their norm over all ranks is at most ``max_norm``; returns the norm before."""
-        return self._gradients.clip(max_norm)
+        check_norm(max_norm)
+        self._guard.enter("clip_grad_norm_")
+        with self._guard.other_ranks():
+            return self._gradients.clip(max_norm)
 
     # Parameters and buffers of this process
 
@@ -371,6 +374,7 @@ class Pipeline:
         Raises:
             CheckpointError: on every rank, if one could not write its part.
         """
+        self._guard.enter("save")
         self._runner.settle()
         with self._guard.other_ranks():
             request = SaveRequest(directory, optimizer, step, scheduler, data, keep, self._runner.steps)
@@ -397,6 +401,7 @@ class Pipeline:
         Raises:
             CheckpointError: on every rank, if there are checkpoints but none is intact, or they do not fit the model.
         """
+        self._guard.enter("resume")
         self._runner.settle()
         with self._guard.other_ranks():
             found = self._checkpoints().resume(directory, optimizer, scheduler, step)
@@ -417,8 +422,8 @@ class Pipeline:
         Raises:
             PipelineError: on every rank, if the model is not one of transformers or PEFT, or one cannot write.
         """
+        self._guard.enter("save_pretrained")
         self._runner.settle()
-        self._guard.check_open("save_pretrained")
         with self._guard.other_ranks():
             crew = self.transport.crew() if self._everyone is None else self.transport.crew_apart(self._everyone)
             state = whole_state(self.state_dict())  # on every process, which all have a shard
@@ -430,8 +435,8 @@ class Pipeline:
         return generate(self._model, self.transport.ranks if self.transport.mine else 1, args, kwargs)
 
     def _checkpoints(self) -> Checkpoints:
-        self._guard.check_open("a checkpoint")
         if self._saves is None:
+            self.transport.crew().share(None)  # a new group waits for all ranks, and nothing would wake it
             ties = {name: tie.names for tie in self._ties for name in tie.names}
             crew = self.transport.crew_apart(self._everyone)
             self._saves = Checkpoints(crew, self._named, ties, self.schedule.name)

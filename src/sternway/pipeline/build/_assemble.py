@@ -34,6 +34,7 @@ from sternway.pipeline.build._checks import (
 from sternway.pipeline.build._offload import check_offload, given_rate, make_policies, moves
 from sternway.pipeline.build._plan import BuildPlan
 from sternway.pipeline.build._request import BuildRequest
+from sternway.pipeline.build._same_weights import check_same_weights
 from sternway.pipeline.build._shard_stage import ShardFn
 from sternway.pipeline.build._sharding import counted_shards, shard_link, shard_stages, with_upkeep
 from sternway.pipeline.build._weights import Weights
@@ -147,6 +148,8 @@ def assemble(given: PipelineArguments) -> PipelineParts:
     transport = ground.transport
     request = _request(given, ground)
     plan = agreed_plan(request, transport)
+    crew = transport.crew() if ground.mesh is None else transport.crew_apart(ground.mesh.everyone)
+    check_same_weights(given.stages, crew.share)
     gathered = given.gathered if plan.gathered is None else plan.gathered
     if plan.schedule.recompute:
         transport.crew().agree(lambda: check_recompute(plan, given.cuda_graphs))

@@ -28,16 +28,24 @@ class Position:
 class LostRank:
     """Which rank was lost (None if that is not known), how that was noticed, and where the rank was.
 
-    Unless ``exact``, that is where it was when it gave its last sign of life.
+    Unless ``exact``, that is where it was when it gave its last sign of life. If ``apart``, no rank was lost, but two
+    make different calls.
     """
 
     rank: int | None
     what: str
     position: Position = Position()
     exact: bool = True
+    apart: bool = False
 
     def error(self, here: int) -> LostRankError:
         """The error that rank ``here`` raises about it."""
+        if self.apart:
+            return LostRankError(
+                "all ranks must make the same calls of a pipeline, in the same order",
+                got=self.what,
+                fix="call it on every rank, not on one alone, and give all ranks as many batches",
+            )
         fix = "look at the output of that rank and remove the cause, then resume from the last checkpoint"
         if self.rank is None:
             return LostRankError(f"a rank was lost, as rank {here} noticed", got=self.what, fix=fix)

@@ -3,7 +3,8 @@
 A rank reads the sign of the next rank only. The ranks form a ring, so the cost per rank does not grow with their
 number. After a connection was lost, a rank reads the signs of all, and waits for less time, to find out who it was.
 A connection that is seen to be closed, though nobody waits on it, is less than that: perhaps a rank left on purpose.
-A process that ends without closing its pipeline, or drops it, is lost as soon as somebody waits for it.
+A process that ends without closing its pipeline, or drops it, is lost as soon as somebody waits for it. One that makes
+other calls than this rank is not lost, but neither can go on (``_calls.py``).
 
 No threads and no waiting here: ``_watch.py`` calls this, and tests call it with a clock of their own.
 """
@@ -16,9 +17,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from sternway.pipeline.faults._calls import Calls
 from sternway.pipeline.faults._lost import LostRank, Position
 
-CLOSED = "closed"
+_CLOSED = "closed"  # and the number of the last call; other signs are JSON
 ENDED = "its process ended without closing the pipeline"
 DROPPED = "its pipeline was dropped without being closed"
 
@@ -40,6 +42,7 @@ class SignsOfLife:
         self.timeout, self.interval = timeout, min(1.0, timeout / 6)
         self.suspicious = False  # set once a connection was lost
         self.alarmed = False  # set once a connection was seen to be closed
+        self.calls = Calls()  # that this rank has made
         self.awaited: Callable[[int], Position | None] = lambda rank: None  # what this rank waits for from another
         self._store, self._rank, self._ranks, self._clock = store, rank, ranks, clock
         self._count, self._waits = 0, 0.0
@@ -50,12 +53,12 @@ class SignsOfLife:
     def write(self, position: Position, *, end: str = "") -> None:
         """Write a new sign of this rank; with ``end``, the last one, and why."""
         self._count += 1
-        content = {"count": self._count, "position": asdict(position), "end": end}
+        content = {"count": self._count, "position": asdict(position), "end": end, "call": self.calls.last()}
         self._store.set(f"beat/{self._rank}", json.dumps(content))
 
     def write_closed(self) -> None:
         """Write that this rank leaves on purpose, so that no rank counts it as lost."""
-        self._store.set(f"beat/{self._rank}", CLOSED)
+        self._store.set(f"beat/{self._rank}", f"{_CLOSED} {self.calls.last()[0]}")
 
     def look(self, position: Position, waits: float = 0.0) -> LostRank | None:
         """The rank that was lost, if the signs say so.
@@ -65,12 +68,16 @@ class SignsOfLife:
             waits: for how many seconds its GPU has been in one step.
         """
         self._waits = waits
+        following = (self._rank + 1) % self._ranks
         if not self.suspicious and not self.alarmed:
-            return self._missing((self._rank + 1) % self._ranks, self.timeout)
+            return self._missing(following, self.timeout) or self._apart(following)
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         for rank in others:
             self._read(rank)
-        left = any(self._seen[rank][0] == CLOSED for rank in others)  # that closes connections, too
+        for rank in others:
+            if (apart := self._apart(rank)) is not None:
+                return apart
+        left = any(self.has_closed(rank) for rank in others)  # that closes connections, too
         for rank in others:
             if (lost := self._missing(rank, self._limit(rank, left))) is not None:
                 return lost
@@ -101,7 +108,7 @@ class SignsOfLife:
         """A rank whose sign has not changed for ``limit`` seconds."""
         sign = self._read(rank)
         silent = self._clock() - self._seen[rank][1]
-        if sign == CLOSED:
+        if sign.startswith(_CLOSED):
             return None
         content: dict[str, Any] = json.loads(sign) if sign else {"position": {}, "end": ""}
         position = Position(**content["position"])
@@ -114,6 +121,20 @@ class SignsOfLife:
         if (awaited := self.awaited(rank)) is not None:
             return LostRank(rank, what, awaited)
         return LostRank(rank, what, position, exact=False)
+
+    def has_closed(self, rank: int) -> bool:
+        """Whether a rank has left on purpose, as far as was seen."""
+        return rank in self._seen and self._seen[rank][0].startswith(_CLOSED)
+
+    def _apart(self, rank: int) -> LostRank | None:
+        """A rank that makes another call than this one, by the sign that was read last."""
+        sign = self._seen[rank][0]
+        if not sign:
+            return None
+        number, name = (int(sign.split()[1]), None) if self.has_closed(rank) else json.loads(sign)["call"]
+        if (found := self.calls.other(number, name)) is None:
+            return None
+        return LostRank(None, f"{found[0]} on rank {self._rank}, {found[1]} on rank {rank}", apart=True)
 
     # What the ranks tell each other about a loss
 

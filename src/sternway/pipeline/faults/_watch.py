@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from sternway._torch import distributed
 from sternway.pipeline.faults._lost import LostRank, Position
-from sternway.pipeline.faults._signs import CLOSED, DROPPED, ENDED, SignsOfLife
+from sternway.pipeline.faults._signs import DROPPED, ENDED, SignsOfLife
 
 _STUCK_SECONDS = 2.0  # after which a main thread that was woken, and is still in an action, waits in another group
 
@@ -74,7 +74,7 @@ class Watch:
         connection = distributed.own_connection(store, max(1.0, heartbeat_timeout))
         self._signs = SignsOfLife(PrefixStore(prefix, connection), rank, ranks, heartbeat_timeout)
         self._position: Callable[[], Position] = Position
-        self._rank, self._timeout, self._interval = rank, heartbeat_timeout, self._signs.interval
+        self._rank, self._ranks, self._timeout, self._interval = rank, ranks, heartbeat_timeout, self._signs.interval
         self._holder, self._holds_store, self._wake, self._closed = holder, holds_store, wake, closed
         self._step_timeout, self._end, self._is_abandoned = step_timeout, "", False
         self._ends, self._free, self._woken = ends, free, math.inf
@@ -115,6 +115,10 @@ class Watch:
     def position(self) -> Position:
         """Where this rank is."""
         return self._position()
+
+    def note_call(self, name: str) -> None:
+        """This rank makes a call for which it needs the others."""
+        self._signs.calls.note(name)
 
     def tell(self, what: str) -> None:
         """This rank fails: let the others know, unless one failed before."""
@@ -177,7 +181,7 @@ class Watch:
                 self._once()
                 self._answered = time.monotonic()
             except RuntimeError:  # what the store's client raises when the other side is gone
-                left = CLOSED in self._signs.last_seen().values()  # a rank closed its pipeline, and the store with it
+                left = any(map(self._signs.has_closed, range(self._ranks)))  # and the store with it
                 if not self._leaves() and not left:
                     self._decide(LostRank(None, f"the store is gone, which {self._holder} held"))
                 return

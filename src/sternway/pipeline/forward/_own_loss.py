@@ -21,7 +21,10 @@ LABELS = "labels"
 IGNORED = -100
 _RULES = ("a mean over the labels", "a mean over the labels but the first of each row", "a sum")
 _SUM = 2
-_FIX = "pass loss_fn=, a function of output and target; for the model's own loss, lambda output, target: output.loss"
+_FIX = (
+    "pass loss_fn=, a function of output and target; for the model's own loss, if it is a mean over the rows: lambda "
+    "output, target: (output.loss * len(target), len(target))"
+)
 
 
 def loss_of(output: Any) -> Tensor:

@@ -46,9 +46,9 @@ def sample_runs() -> Iterator[None]:
         raise
     except Exception as error:
         raise PipelineError(
-            "the sample must go through the model, forward and backward",
+            "the sample (without one, the first microbatch) must go through the model, forward and backward",
             got=f"{type(error).__name__}: {error}",
-            fix="pass one microbatch: a tensor, a tuple of arguments, or a dict of keyword arguments",
+            fix="pass what the forward takes: a sample is a tensor, a tuple of arguments, or a dict of keyword ones",
         ) from error
 
 

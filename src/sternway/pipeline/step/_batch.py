@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
 from sternway._tree import CONSTANT, leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import LABELS, shares
@@ -21,7 +25,7 @@ from sternway.pipeline.step._microbatch import (
     weights,
 )
 from sternway.pipeline.step._stage import Stage
-from sternway.pipeline.transport._facts import checksum
+from sternway.pipeline.transport._facts import checksum, sample_checksum
 from sternway.pipeline.transport._payload import pack
 from sternway.schedule import Schedule
 
@@ -40,6 +44,20 @@ class Batch:
         if not isinstance(chunk, Chunk):
             return 0
         return rows_of([self.inputs, self.keywords], chunk.dim) or 0
+
+    def target_checksum(self, chunk: ChunkSpec, rows: int, *, may_wait: bool) -> int:
+        """A number that most likely differs where targets do.
+
+        It is 0 without a target, for one on a GPU if we may not wait, and for one with other rows, which is refused.
+        """
+        if isinstance(chunk, Chunk) and rows_of(self.target, chunk.dim) != rows:
+            return 0
+        tensors = [leaf for leaf in leaves(self.target) if isinstance(leaf, Tensor)]
+        if any(isinstance(t, DTensor) or t.layout != torch.strided or t.is_meta for t in tensors):
+            return 0
+        if not tensors or not (may_wait or all(t.is_cpu for t in tensors)):
+            return 0
+        return checksum(repr([sample_checksum(tensor) for tensor in tensors]))
 
     def cut(
         self, stages: dict[int, Stage], schedule: Schedule, chunk: ChunkSpec, training: bool, rows: int

@@ -17,7 +17,7 @@ class Guard:
     """Closes the pipeline after a failure, and leaves a report in the folder ``reports``."""
 
     def __init__(self, transport: Transport, rank: int, reports: Path) -> None:
-        self.closed = False
+        self.closed = self._failed = False
         self._transport, self._rank, self._reports = transport, rank, reports
         self._progress: Progress | None = None
 
@@ -27,10 +27,21 @@ class Guard:
             self._progress = progress
             self._transport.watch.follow(position=progress.position)
 
+    def enter(self, call: str) -> None:
+        """A call begins that all ranks must make.
+
+        Raises:
+            PipelineError: if the pipeline is closed.
+        """
+        self.check_open(call)
+        if self._transport.watch is not None:
+            self._transport.watch.note_call(call)
+
     def check_open(self, what: str) -> None:
         """Raise if the pipeline is closed."""
         if self.closed:
-            raise PipelineError("this pipeline is closed, because it failed", got=what, fix="build a new one")
+            why = ", because it failed" if self._failed else ""
+            raise PipelineError(f"this pipeline is closed{why}", got=what, fix="build a new one")
 
     @contextmanager
     def whole_step(self) -> Iterator[None]:
@@ -65,7 +76,7 @@ class Guard:
         try:
             try:
                 yield
-            except SternwayError:
+            except (SternwayError, RecursionError, NotImplementedError):  # errors of code here, not of connections
                 raise
             except RuntimeError as error:
                 if self._transport.watch is None:
@@ -76,7 +87,7 @@ class Guard:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        self.closed = True
+        self.closed = self._failed = True
         self._transport.fail(error)
         self.leave_report(error)
 

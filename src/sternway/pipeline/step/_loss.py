@@ -8,6 +8,7 @@ counts of the others are taken with its output and their targets, and compared w
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,9 +22,11 @@ from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import IGNORED
 from sternway.pipeline.forward._plain import PlainAttributes
 from sternway.pipeline.forward._untouched import untouched
-from sternway.pipeline.step._mean import check_mean, has_rows
+from sternway.pipeline.step._mean import Answer, check_mean, check_numbers, has_rows, numbers_used
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.transport import _later
+
+_STEPS = 8  # in which numbers of the output are looked at: a head of zeros gives the same ones at first
 
 LossFn = Callable[[Any, Any], Tensor | tuple[Tensor, Any]]
 """``loss_fn(output, target)`` returns the mean over the rows, or a sum and the count to divide it by."""
@@ -41,7 +44,9 @@ class WeighedLoss:
         self._found: list[tuple[_Count, _Count]] = []  # of those that have run, what the count is, and was ahead
         self._unlike: Callable[[], bool] | None = None  # whether these differ somewhere
         self._uneven: Callable[[], bool] | None = None
-        self._asks, self._has_asked = True, False  # whether a loss that is one number is the mean over rows
+        self._asks, self._answers = True, set[Answer]()  # whether a loss that is one number is the mean over rows
+        self._numbers: list[float] | None = None  # those of the output that the loss of a microbatch used
+        self._steps = 0  # that were asked about these
 
     def __call__(self, loss_fn: LossFn, output: Any, microbatch: Microbatch) -> Tensor:
         """This microbatch's part of the loss of the batch."""
@@ -51,7 +56,7 @@ class WeighedLoss:
             self._note(loss_fn, output, microbatch, _number(count, total.device))
             part = _divided(total, self._whole)
         else:
-            if self._asks and microbatch.weight < 1 and torch.is_grad_enabled():
+            if microbatch.weight < 1 and torch.is_grad_enabled():
                 self._ask(loss_fn, output, microbatch)
             total, self._uneven = _one_number(loss), microbatch.uneven
             part = not_half(total) * microbatch.weight
@@ -61,9 +66,12 @@ class WeighedLoss:
 
     def _ask(self, loss_fn: LossFn, output: Any, microbatch: Microbatch) -> None:
         """Raise if the loss is not the mean over rows, as far as that can be seen in the first step that has rows."""
-        if has_rows(output, microbatch.target, microbatch.dim):
-            self._asks = not check_mean(_aside(loss_fn), output, microbatch.target, microbatch.dim)
-            self._has_asked = True
+        if self._steps < _STEPS:
+            used = numbers_used(_aside(loss_fn), output, microbatch.target)
+            check_numbers(self._numbers, used)
+            self._numbers = used
+        if self._asks and has_rows(output, microbatch.target, microbatch.dim):
+            self._answers.add(check_mean(_aside(loss_fn), output, microbatch.target, microbatch.dim))
 
     def _note(self, loss_fn: LossFn, output: Any, microbatch: Microbatch, count: _Count) -> None:
         """Count the targets of all microbatches, if this is the first of a step, and note what this one's count is."""
@@ -103,7 +111,17 @@ class WeighedLoss:
         """The step is over."""
         self._counts, self._found, self._whole = [], [], 0.0
         self._uneven = self._unlike = None
-        self._asks = self._asks and not self._has_asked
+        self._steps = _STEPS if self._numbers == [] else self._steps + (self._numbers is not None)
+        self._numbers = None
+        if "never" in self._answers and "seen" not in self._answers:
+            warnings.warn(
+                "it could not be tried whether loss_fn is the mean over the rows, since it takes no fewer rows than a "
+                "microbatch has; if it is not, gradients are not those of the batch: return (sum, count) to say how it "
+                "adds up",
+                stacklevel=2,
+            )
+        self._asks = self._asks and not self._answers
+        self._answers.clear()
 
 
 def _one_number(loss: Any) -> Tensor:

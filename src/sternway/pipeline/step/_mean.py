@@ -2,7 +2,11 @@
 
 Only then is the loss of the batch what the losses of its microbatches add up to. A sum, a mean over what a mask leaves,
 and one with weights of classes are not, and gradients would be wrong without notice. So in the first step the loss of
-two rows is compared with those of each of them. In later steps it is not: on a GPU the host would wait for it.
+two rows of each microbatch is compared with those of each of them. In later steps it is not: on a GPU the host would
+wait for it.
+
+A number that the model itself returns (a loss, or a term that balances experts) has no rows to take. If it is another
+one for each microbatch, it was made from their rows, and nobody but the user can say how it adds up.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +34,10 @@ _FIX = (
     "return (sum, count): the sum over rows, and what the sums are divided by; if rows are to be compared with each "
     "other in each microbatch, (loss * rows, rows)"
 )
+
+
+Answer = Literal["seen", "not now", "never"]
+"""Whether it could be seen that a loss is a mean: not with these rows, or not with any so few."""
 
 
 class _TalksError(Exception):
@@ -59,7 +67,7 @@ def has_rows(output: Any, target: Any, dim: int) -> bool:
     return len(rows) == 1 and rows.pop() >= 2
 
 
-def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: int) -> bool:
+def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: int) -> Answer:
     """Raise if a loss is not the mean over rows; returns whether that could be seen.
 
     Args:
@@ -70,8 +78,10 @@ def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: i
     """
     cut = [leaf for leaf in leaves([output, target]) if isinstance(leaf, Tensor) and leaf.ndim > dim]
     if any(not t.is_floating_point() and bool((t.narrow(dim, 0, 2) == IGNORED).any()) for t in cut):
-        return False  # means over other labels have a check of their own
+        return "not now"  # means over other labels have a check of their own
 
+    rows = min(tensor.shape[dim] for tensor in cut)
+    coarse = any(t.is_cuda for t in cut)  # TF32, which depends on the number of rows
     half = any((t.is_floating_point() and t.itemsize < 4) or torch.is_autocast_enabled(t.device.type) for t in cut)
 
     def loss_of(first: int, count: int) -> float:
@@ -86,22 +96,67 @@ def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: i
         half |= found.itemsize < 4  # it may have gone over to half precision by itself
         return float(found.detach())
 
-    try:
-        # A compiled loss would be compiled for these few rows, too.
-        with torch.no_grad(), _alone(), uncompiled(), python_unchanged(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            both, again, first, second = loss_of(0, 2), loss_of(0, 2), loss_of(0, 1), loss_of(1, 1)
-    except _TalksError:
-        return True  # not asked again: other processes may have other rows, and not ask at all
-    except Exception:  # a loss may not be made for so few rows
-        return False
-    if both != again or not all(map(math.isfinite, (both, first, second))):
-        return False  # it draws random numbers, or a row has no loss
+    # A compiled loss would be compiled for these few rows, too.
+    with torch.no_grad(), _alone(), uncompiled(), python_unchanged(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for part in (1, 2):  # a loss may not be made for one row, as a variance is not
+            if 2 * part > rows:
+                return "never"
+            try:
+                both, again = loss_of(0, 2 * part), loss_of(0, 2 * part)
+                first, second = loss_of(0, part), loss_of(part, part)
+            except _TalksError:
+                return "seen"  # not asked again: other processes may have other rows, and not ask at all
+            except Exception:
+                continue
+            if both != again or not math.isfinite(both):
+                return "not now"  # it draws random numbers, or training has gone wrong
+            if math.isfinite(first) and math.isfinite(second):
+                break
+        else:
+            return "never"
     size = max(abs(both), abs(first), abs(second))  # the two may nearly cancel
-    if abs(both - (first + second) / 2) > (0.05 if half else 1e-3) * size + 1e-6:
+    if abs(both - (first + second) / 2) > (0.05 if half else 1e-3 if coarse else 5e-5) * size + 1e-6:
+        many = {1: "two rows", 2: "four rows"}[part]
         raise PipelineError(
             "loss_fn must return the mean over the rows: only then microbatches add up to the batch",
-            got=f"{both:g} for two rows, and {first:g} and {second:g} for each of them",
+            got=f"{both:g} for {many}, and {first:g} and {second:g} for each {'of them' if part == 1 else 'half'}",
             fix=_FIX,
         )
-    return True
+    return "seen"
+
+
+def numbers_used(call: Callable[[Any, Any], Any], output: Any, target: Any) -> list[float]:
+    """The numbers of an output that a loss depends on; ``call`` leaves nothing changed."""
+
+    def is_number(leaf: Any) -> bool:
+        return isinstance(leaf, Tensor) and not leaf.ndim and leaf.is_floating_point() and type(leaf) is Tensor
+
+    numbers = [leaf for leaf in leaves(output) if is_number(leaf)]
+    found: list[float] = []
+    try:
+        with torch.no_grad(), _alone(), uncompiled(), python_unchanged(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for number in numbers:
+                same, other = (call(_with_more(output, number, more), target) for more in (0.0, 1.0))
+                if isinstance(same, Tensor) and isinstance(other, Tensor) and not torch.equal(same, other):
+                    found.append(float(number))
+    except Exception:  # one that talks to other processes, say
+        return []
+    return found
+
+
+def _with_more(output: Any, number: Tensor, more: float) -> Any:
+    return replace_leaves(lambda leaf: leaf + more if leaf is number else leaf, output)
+
+
+def check_numbers(before: list[float] | None, now: list[float]) -> None:
+    """Raise if the numbers of two microbatches differ: then the model made them from rows."""
+    if before is not None and before != now:
+        raise PipelineError(
+            "loss_fn uses a number that the model computes from the rows of a microbatch, of which it is not known how "
+            "it adds up over the batch",
+            got=f"{before} for one microbatch, {now} for another",
+            fix="let the model return values with rows, and reduce them in loss_fn; or return (loss * rows, rows), "
+            "with rows = len(target), if the mean over microbatches is meant",
+        )

@@ -104,7 +104,7 @@ class StepRunner:
 
     def step(self, batch: Batch, options: StepOptions) -> StepResult:
         """Run one batch, forward and backward, or forward alone."""
-        self._guard.check_open("another step")
+        self._guard.enter("step" if options.training else "evaluate")
         tuner = self._tuner if options.training else None
         asked = options
         if tuner is not None:
@@ -154,7 +154,10 @@ class StepRunner:
             trial = 0 if self._trial is None else self._trial.checksum
             modes = [stage.module.training for stage in self._stages.values()]
             shapes, seed = shapes_checksum(made, modes), step_seed(self.steps)
-            return StepFacts(options.training, options.checksum(), trial, shapes, rows, seed)
+            ends = {0, self.schedule.num_stages - 1}  # where the batch is from, and where the loss is computed
+            wanted = ends & self._stages.keys()
+            target = batch.target_checksum(self._chunk, rows, may_wait=not self.steps) if wanted else 0
+            return StepFacts(options.training, options.checksum(), trial, shapes, rows, seed, target)
 
         with self._guard.other_ranks():
             facts = self._transport.announce(lambda: prepare(batch.rows(self._chunk)))
@@ -263,7 +266,7 @@ class StepRunner:
         A large norm is often followed by another. Then the gradients are clipped at once, over all ranks, since to run
         a step twice costs more than to wait.
         """
-        self._guard.check_open("an optimizer step")
+        self._guard.enter("optimizer_step")
         self.settle()
         clip = self._clips and max_norm is not None
         with self._guard.other_ranks():

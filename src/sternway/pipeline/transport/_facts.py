@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import Self
 
+import torch
+from torch import Tensor
+
 from sternway.errors import PipelineError
+
+_SAMPLED = 1024  # entries of a tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,7 @@ class StepFacts:
         shapes: a checksum of the shapes of the batch.
         rows: how many rows the batch has; 0 if it cannot be said.
         seed: the random numbers of the step begin with it.
+        target: a checksum of the target; 0 if there is none, or it would have to be waited for.
     """
 
     training: bool = False
@@ -38,6 +44,7 @@ class StepFacts:
     shapes: int = 0
     rows: int = 0
     seed: int = 0
+    target: int = 0
 
     def to_numbers(self) -> list[int]:
         """As numbers that a message can carry."""
@@ -49,7 +56,7 @@ class StepFacts:
         return cls(bool(training), *others)
 
     def check(self, mine: StepFacts) -> None:
-        """Raise unless this rank was called as the first one was.
+        """Raise unless this rank was called as the first one was; ``mine`` has a target where the loss is computed.
 
         Raises:
             PipelineError: if it was not.
@@ -74,8 +81,22 @@ class StepFacts:
                 got=f"{here} here, {there} on the first rank" if here != there else "others than on the first rank",
                 fix="call it on every rank after each step",
             )
+        if self.target and mine.target and self.target != mine.target:
+            raise PipelineError(
+                "the target must belong to the batch, which is that of the first rank",
+                got="another target here than there",
+                fix="give all ranks the same batches: one seed for all, or one sampler, if a DataLoader shuffles; or "
+                "pass target= on the rank of the last stage alone",
+            )
 
 
 def checksum(text: str) -> int:
     """A number, never 0, that most likely differs where texts do."""
     return zlib.crc32(text.encode()) or 1
+
+
+def sample_checksum(tensor: Tensor) -> int:
+    """A number that most likely differs where tensors do, by entries from all over it. Waits for a GPU."""
+    flat = tensor.detach().reshape(-1)
+    some = flat[:: flat.numel() // _SAMPLED | 1].cpu().contiguous()  # odd, so that not all are of one column
+    return zlib.crc32(some.view(torch.uint8).numpy().tobytes(), zlib.crc32(str(tuple(tensor.shape)).encode())) or 1

@@ -104,7 +104,7 @@ class ProcessGroups:
             made = self._unless_lost(distributed.nccl_communicator, *place, device, self._timeout)
             self._communicators.append(made)
         else:
-            made = self.attempt(distributed.gloo_communicator, *place, self._timeout)
+            made = self._unless_lost(distributed.gloo_communicator, *place, self._timeout)
             self._sockets |= _sockets.opened() - before
         return made
 
