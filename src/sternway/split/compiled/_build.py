@@ -15,7 +15,7 @@ from sternway.split.compiled._cut import halve, split_masked
 from sternway.split.compiled._extract import between, extract
 from sternway.split.compiled._halves import GradientSpec, Halves, Wiring
 from sternway.split.compiled._inspect import KNOWN
-from sternway.split.compiled._ops import base, effects, nbytes
+from sternway.split.compiled._ops import base, effects, is_number, nbytes
 from sternway.split.compiled._products import factors
 from sternway.split.compiled._report import CompiledGraph, CompiledGraphs, describe
 from sternway.split.compiled._work import Boxed
@@ -85,6 +85,7 @@ def _lay_out(module: GraphModule, region: Region) -> _Layout:
     sharded = {grad for slot, grad in grads.items() if is_dtensor(parameters[weights[slot]])}
     others = {slot: node for slot, node in enumerate(outputs) if isinstance(node, Node) and slot not in grads}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    numbers = [node for node in placeholders if is_number(node)]  # for both: what the sizes of their inputs are made of
     free = {node for node in placeholders if input_index(node) in parameters or node.name in region.views}
     cut = halve(graph, list(grads.values()), list(others.values()), free)
     early = {slot: node for slot, node in grads.items() if node in cut.early}
@@ -101,8 +102,8 @@ def _lay_out(module: GraphModule, region: Region) -> _Layout:
         late_parts=[(None if node in sharded else factors(graph, node)) or (node,) for node in late.values()],
         sharded=sharded,
         computed=computed,
-        i_inputs=[node for node in placeholders if node in i_needs],
-        w_inputs=[*(node for node in cut.held if node.op == "placeholder"), *computed],
+        i_inputs=[node for node in placeholders if node in i_needs or node in numbers],
+        w_inputs=list(dict.fromkeys([*numbers, *(node for node in cut.held if node.op == "placeholder"), *computed])),
     )
 
 
