@@ -75,6 +75,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "schedule/test_schedule_random.py": ("slow",),
     "schedule/test_search.py::test_the_same_call_gives_the_same_schedule": ("slow",),
     "schedule/test_fuse.py::test_fusing_never_lengthens_a_step_and_holds_no_more": ("slow",),
+    "split/test_compiled_dtensor.py": ("dist", "slow"),
     "split/test_compiled_gloo.py": ("dist", "slow"),
     "split/test_data_parallel.py": ("dist",),
     "split/test_dtensor.py": ("dist",),

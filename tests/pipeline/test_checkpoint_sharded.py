@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from gloo import on_ranks
 from parallel_models import LENGTH, VOCABULARY, ShardedBlock, language_model, put_on, token_loss, whole
-from sternway._torch.sharded import local_part
+from sternway._torch.dtensors import local_part
 from sternway.pipeline import Pipeline
 
 LAYERS, SAVED_AT, STEPS = 4, 2, 4

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from gloo import on_ranks
 from sternway import pipeline, schedule
+from sternway._torch.dtensors import local_part
 from sternway._torch.memory import OperationCounter
-from sternway._torch.sharded import local_part
 from sternway.demo import GPT
 from sternway.errors import PipelineError, ScheduleError
 from sternway.pipeline import Pipeline

@@ -28,6 +28,8 @@ from parallel_models import (
 from sternway import schedule as schedules
 from sternway.errors import PipelineError
 from sternway.pipeline import Pipeline
+from sternway.split import Pending
+from sternway.split.compiled._backend import sternway
 
 LAYERS, STEPS, MICROBATCHES = 4, 3, 4
 
@@ -78,6 +80,33 @@ def _train(rank: int) -> None:
 
 def test_whole_activations_between_blocks() -> None:
     on_ranks(4, _train)
+
+
+def _compiled(rank: int) -> None:
+    mesh = _mesh()
+    model = put_on(language_model(LAYERS), mesh["tp"], sequence=False)
+    for block in model.blocks:
+        block.compile(backend=sternway, options={"inner": "eager"})
+    pipe = Pipeline(model, mesh=mesh, schedule="zb-h1", n_microbatches=MICROBATCHES, loss_fn=token_loss)
+    sharded = {id(p) for name, p in pipe.named_parameters() if "blocks" in name and isinstance(p, DTensor)}
+    waiting: list[set[int]] = []
+    run = Pending.run
+
+    def seen(pending: Pending) -> None:
+        waiting.append({id(parameter) for parameter in pending.deferred})
+        run(pending)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pending, "run", seen)
+        _assert_steps_equal(pipe, language_model(LAYERS))
+    assert sharded
+    assert len(waiting) == STEPS * MICROBATCHES
+    assert all(sharded <= each for each in waiting)
+    pipe.close()
+
+
+def test_weights_of_compiled_blocks_wait() -> None:
+    on_ranks(4, _compiled)
 
 
 def _loss_parallel(rank: int) -> None:

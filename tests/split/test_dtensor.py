@@ -16,7 +16,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 from compare import names
-from compiled import compiled
 from gloo import on_ranks
 from parallel_models import (
     DIM,
@@ -242,31 +241,3 @@ def _unsynced(rank: int) -> None:
 
 def test_fsdp2_that_keeps_gradients_unsharded() -> None:
     on_ranks(4, _unsynced)
-
-
-def _compiled(rank: int, inner: str) -> None:
-    """In a compiled region, the gradients of DTensors are computed in I, and those of plain parameters wait."""
-    mesh = _mesh()
-
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
-        return parallelize_module(model, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
-
-    ours, theirs = make(), make()
-    fast = compiled(ours, inner)
-    torch.manual_seed(3)
-    for _ in range(2):
-        x = torch.randn(4, DIM, requires_grad=True)
-        y = x.detach().clone().requires_grad_()
-        theirs(y).square().sum().backward()
-        grad, pending = split.backward_input(fast(x).square().sum(), None, x)
-        pending.run()
-        torch.testing.assert_close(grad, y.grad)
-        _assert_same(ours, theirs)
-    assert names(ours, pending.deferred) == {"0.weight", "0.bias"}
-
-
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_compiled_regions(inner: str) -> None:
-    on_ranks(2, _compiled, inner)

@@ -19,6 +19,7 @@ No other room touches a private name of torch; ``tests/test_seam.py`` holds that
     distributed   process groups, stores
     modes         function modes, tensors without memory
     memory        the bytes that operations would take
+    dtensors      DTensors, whole and as the parts that processes hold
     sharded       FSDP modules that a schedule gathers, reduces and frees
     captures      CUDA graphs with calls of Python between them
     cuda_graphs   what of a module the replay of a graph would not run

@@ -17,6 +17,7 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from sternway._torch.dtensors import LOCAL
 from sternway._torch.probe import probe
 from sternway.errors import UnsupportedTorch
 
@@ -81,14 +82,23 @@ def split_joint(
 
 
 def input_index(node: Node) -> int | None:
-    """Of a placeholder, the index of the region's input that it is; None for any other node."""
-    return getattr(node.meta.get("desc"), "idx", None) if node.op == "placeholder" else None
+    """Of a placeholder, the index of the region's input that it is; None for any other node.
+
+    Of a DTensor, the part that a process holds is an input of the graph.
+    """
+    described = _whole(node.meta.get("desc")) if node.op == "placeholder" else None
+    return None if hasattr(described, "base") else getattr(described, "idx", None)  # others are sizes of a subclass
 
 
 def gradient_indices(module: GraphModule) -> list[int | None]:
     """For each output of a joint or backward graph, the index of the region's input whose gradient it is, or None."""
     described = output_node(module).meta.get("desc", ())
-    return [getattr(getattr(what, "grad_of", None), "idx", None) for what in described]
+    return [getattr(getattr(_whole(what), "grad_of", None), "idx", None) for what in described]
+
+
+def _whole(described: Any) -> Any:
+    """What describes a DTensor, given what describes the part that a process holds; anything else as it is."""
+    return described.base if getattr(described, "attr", None) == LOCAL else described
 
 
 def overwritten_inputs(joint: GraphModule) -> set[Node]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from sternway._torch.autograd import gradient_slots
 from sternway._torch.probe import probe
 
 _OF_OPERATORS = "GeneratedBackwardFor_"  # what torch.library calls the Function of an operator with a backward
@@ -55,6 +57,30 @@ def calling_instead(calls: dict[Any, Callable[..., Any]]) -> Iterator[None]:
     finally:
         for node in calls:
             vars(node).pop("apply", None)
+
+
+@cache
+def functions_outlive_graphs() -> bool:
+    """Whether a Function's node lives as long as its Python object, as other nodes do.
+
+    In torch 2.11 it lives as long as the graph: whoever goes on from the node must keep a node before it, or a tensor.
+    """
+    with torch.inference_mode(False), torch.enable_grad():
+        node = _Same.apply(torch.ones(1, requires_grad=True)).grad_fn
+    try:
+        return len(gradient_slots(node)) == 1
+    except RuntimeError:
+        return False
+
+
+class _Same(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
 
 
 def call_backward(node: Any, grads: tuple[Tensor | None, ...]) -> Any:

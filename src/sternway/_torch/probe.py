@@ -33,6 +33,7 @@ Feature = Literal[
     "split.checkpoint",  # apart, and the next too: their probes import Dynamo and FSDP, which takes seconds
     "split.parallel",
     "split.compiled",
+    "split.compiled.sharded",
     "split.learned",
     "split.capture",
     "split.install",

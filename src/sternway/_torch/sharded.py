@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from sternway._torch.probe import probe
 
@@ -198,14 +198,6 @@ def _take_inputs(context: Any) -> list[Any]:
         return found
     found, context.reduce_scatter_state = [context.reduce_scatter_state], None  # torch before 2.12
     return found
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: of a DTensor its shard, and of any other all. Both share memory."""
-    from torch.distributed.tensor import DTensor
-
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _names(function: Any) -> set[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway._torch import require
-from sternway._torch.sharded import local_part
+from sternway._torch.dtensors import local_part
 from sternway.errors import PipelineError
 from sternway.pipeline.build._agree import describe
 from sternway.pipeline.build._assemble import PipelineArguments, Saved, assemble

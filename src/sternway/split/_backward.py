@@ -23,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from sternway._torch.autograd import edge_of as gradient_edge
 from sternway._torch.autograd import gradients_at
 from sternway._torch.failures import failure_of
-from sternway._torch.functions import calling_instead
+from sternway._torch.functions import calling_instead, functions_outlive_graphs
 from sternway._torch.parallel import in_process_group
 from sternway._torch.saved_hooks import recomputation, sharing
 from sternway._torch.tensors import ORDINARY
@@ -32,7 +32,7 @@ from sternway.errors import SplitError
 from sternway.split._deferred import Deferred
 from sternway.split._part import Edge, Node, Part
 from sternway.split._pending import Pending
-from sternway.split._places import describe, edge_of, edges_of, roots_of
+from sternway.split._places import describe, edge_of, edges_of, root_of, roots_of
 from sternway.split._plan import SplitPlan
 from sternway.split._planner import make_plan
 from sternway.split._unseen import UNSEEN
@@ -98,6 +98,7 @@ def backward_input(
             fix="call x.requires_grad_() before the forward; or, if no gradient is needed, leave inputs out",
         )
     plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()), exact)
+    kept = list(map(root_of, tensors)) if not functions_outlive_graphs() and plan.leads_to_functions else []
     bottom = [cut for cut in plan.cuts if not cut.runs_in_i]
     quiet = own_thread and plan.is_quiet
     taken = plan.cuts if quiet else bottom
@@ -121,7 +122,7 @@ def backward_input(
             spend(cut.node)
     UNSEEN.count_own(len(bottom))
     work, undefined = _left_for_w(plan, at_leaves, at_branches, offers, exact)
-    pending = Pending(work, ran, undefined, exact, group)
+    pending = Pending(work, ran, undefined, exact, group, kept)
     if in_process_group():
         refuse_resharded(pending.deferred)
     return replace_leaves(lambda leaf: grad_at.get(wanted[id(leaf)]) if id(leaf) in wanted else None, inputs), pending

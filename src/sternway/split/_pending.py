@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from sternway._bytes import show_bytes
 from sternway._storage import storage_bytes
@@ -34,11 +35,13 @@ class Pending:
         undefined: Sequence[Node] = (),
         exact: bool = False,
         group: Any = None,
+        graph: Sequence[GradientEdge] = (),
     ) -> None:
         self._work = list(work)  # run from the last to the first
         self._ran = ran or {}
         self._exact = exact
         self._group = group  # of what checkpoints have recomputed in I, if W reads some of it
+        self._graph = graph  # kept where W begins at nodes that do not keep themselves
         self._accumulator: Accumulator | None = None  # while it runs
         self._state = "waiting"
         self._late: dict[Node, None] = {}
@@ -133,7 +136,7 @@ class Pending:
                 self._work.pop().run(accumulator)
             own.comes_to_hooks()
             accumulator.finish(self._undefined)
-        self._accumulator = None
+        self._accumulator, self._graph = None, ()
         self._state = "has run"
 
     def __repr__(self) -> str:

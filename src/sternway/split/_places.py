@@ -36,8 +36,13 @@ def edges_of(tree: Any, name: str) -> dict[int, Edge]:
 
 def edge_of(place: Tensor | GradientEdge) -> Edge:
     """Where a tensor is in the graph."""
-    edge = place if isinstance(place, GradientEdge) else autograd.edge_of(place)
+    edge = root_of(place)
     return edge.node, edge.output_nr
+
+
+def root_of(place: Tensor | GradientEdge) -> GradientEdge:
+    """Where a tensor is in the graph. Whoever has it keeps the graph behind it."""
+    return place if isinstance(place, GradientEdge) else autograd.edge_of(place)
 
 
 def pair_leaves(outputs: Any, grads: Any, where: str = "outputs") -> Iterator[tuple[str, Any, Any]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
+
+from torch.autograd.function import BackwardCFunction
 
 from sternway._torch.nodes import ACCUMULATE_GRAD
 from sternway.split._part import Cut, Edge, Node, Part
@@ -50,6 +53,12 @@ class SplitPlan:
     functions: list[FunctionCut]
     trials: list[FunctionCut]
     is_quiet: bool
+
+    @property
+    def leads_to_functions(self) -> bool:
+        """Whether a part of W begins at the node of a custom Function."""
+        parts = chain(self.branches, *(cut.parts for cut in (*self.cuts, *self.functions)))
+        return any(isinstance(part.edge[0], BackwardCFunction) for part in parts)
 
     @property
     def inner(self) -> list[Edge]:

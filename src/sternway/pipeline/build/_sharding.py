@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from sternway import schedule as schedules
 from sternway._bytes import show_bytes
 from sternway._storage import storage_bytes
-from sternway._torch.sharded import local_part
+from sternway._torch.dtensors import local_part
 from sternway.errors import PipelineError
 from sternway.pipeline.build._link import ShardLink
 from sternway.pipeline.build._plan import BuildPlan

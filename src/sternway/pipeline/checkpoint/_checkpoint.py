@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway import __version__
-from sternway._torch.sharded import local_part
+from sternway._torch.dtensors import local_part
 from sternway.errors import CheckpointError
 from sternway.pipeline.checkpoint import _files as files
 from sternway.pipeline.checkpoint import _optimizer_state, _rng

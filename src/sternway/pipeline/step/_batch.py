@@ -25,6 +25,7 @@ from sternway.pipeline.step._microbatch import (
     weights,
 )
 from sternway.pipeline.step._stage import Stage
+from sternway.pipeline.transport import _later
 from sternway.pipeline.transport._facts import checksum, sample_checksum
 from sternway.pipeline.transport._payload import pack
 from sternway.schedule import Schedule
@@ -55,7 +56,7 @@ class Batch:
         tensors = [leaf for leaf in leaves(self.target) if isinstance(leaf, Tensor)]
         if any(isinstance(t, DTensor) or t.layout != torch.strided or t.is_meta for t in tensors):
             return 0
-        if not tensors or not (may_wait or all(t.is_cpu for t in tensors)):
+        if not tensors or not (may_wait or all(map(_later.is_here, tensors))):
             return 0
         return checksum(repr([sample_checksum(tensor) for tensor in tensors]))
 

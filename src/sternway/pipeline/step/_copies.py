@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sternway._torch.sharded import local_part
+from sternway._torch.dtensors import local_part
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._mesh import PipelineMesh

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sternway._torch.sharded import local_part
+from sternway._torch.dtensors import local_part
 from sternway._torch.tensors import scale_each
 from sternway.errors import PipelineError
 from sternway.pipeline.step._copies import Copies

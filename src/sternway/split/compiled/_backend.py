@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from sternway._torch import compile as aot
 from sternway._torch import inductor, require
 from sternway._torch.async_tensors import with_arrived
+from sternway._torch.dtensors import is_dtensor
 from sternway._torch.tracing import static_inputs
 from sternway.errors import SplitError
 from sternway.split.compiled._build import Half, Region, Strides, build
@@ -54,6 +55,8 @@ def sternway(
                 stacklevel=2,
             )
     parameters = {index: value for index, value in enumerate(inputs) if isinstance(value, Parameter)}
+    if any(is_dtensor(parameter) for parameter in parameters.values()):
+        require("split.compiled.sharded")
     if inner == "inductor":
         settings = {**inductor.inductor_options(mode), **settings}
         graphs = settings.pop("triton.cudagraphs", False) and _on_gpu(inputs)

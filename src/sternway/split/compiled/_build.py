@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,11 +10,12 @@ from torch.fx import GraphModule, Node
 from torch.nn import Parameter
 
 from sternway._torch.compile import example_value, gradient_indices, input_index, output_node, tangents
+from sternway._torch.dtensors import is_dtensor
 from sternway.split.compiled._cut import halve, split_masked
 from sternway.split.compiled._extract import between, extract
 from sternway.split.compiled._halves import GradientSpec, Halves, Wiring
 from sternway.split.compiled._inspect import KNOWN
-from sternway.split.compiled._ops import base, effects, nbytes
+from sternway.split.compiled._ops import base, effects, is_number, nbytes
 from sternway.split.compiled._products import factors
 from sternway.split.compiled._report import CompiledGraph, CompiledGraphs, describe
 from sternway.split.compiled._work import Boxed
@@ -59,6 +60,7 @@ class _Layout:
     early: dict[int, Node]  # parameters' gradients that I computes
     late: dict[int, Node]  # those that W computes; each is
     late_parts: list[tuple[Node, ...]]  # one node, or the two factors of a product
+    sharded: set[Node]  # gradients of which AOTAutograd makes DTensors, of the strides that the graph has
     computed: list[Node]  # what I computes for W
     i_inputs: list[Node]
     w_inputs: list[Node]
@@ -75,13 +77,15 @@ class _Layout:
 
 def _lay_out(module: GraphModule, region: Region) -> _Layout:
     """Cut a backward graph in two."""
-    graph, parameters = module.graph, region.parameters.keys()
+    graph, parameters = module.graph, region.parameters
     split_masked(graph)
     outputs: list[Any] = list(output_node(module).args[0])  # type: ignore[arg-type]
-    weights = [slot for slot, index in enumerate(gradient_indices(module)) if index in parameters]
-    grads = {slot: outputs[slot] for slot in weights if _can_wait(outputs[slot])}
+    weights = {slot: i for slot, i in enumerate(gradient_indices(module)) if i is not None and i in parameters}
+    grads = {slot: outputs[slot] for slot, index in weights.items() if _can_wait(outputs[slot], parameters[index])}
+    sharded = {grad for slot, grad in grads.items() if is_dtensor(parameters[weights[slot]])}
     others = {slot: node for slot, node in enumerate(outputs) if isinstance(node, Node) and slot not in grads}
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    numbers = [node for node in placeholders if is_number(node)]  # for both: what the sizes of their inputs are made of
     free = {node for node in placeholders if input_index(node) in parameters or node.name in region.views}
     cut = halve(graph, list(grads.values()), list(others.values()), free)
     early = {slot: node for slot, node in grads.items() if node in cut.early}
@@ -95,10 +99,11 @@ def _lay_out(module: GraphModule, region: Region) -> _Layout:
         others=others,
         early=early,
         late=late,
-        late_parts=[factors(graph, node) or (node,) for node in late.values()],
+        late_parts=[(None if node in sharded else factors(graph, node)) or (node,) for node in late.values()],
+        sharded=sharded,
         computed=computed,
-        i_inputs=[node for node in placeholders if node in i_needs],
-        w_inputs=[*(node for node in cut.held if node.op == "placeholder"), *computed],
+        i_inputs=[node for node in placeholders if node in i_needs or node in numbers],
+        w_inputs=list(dict.fromkeys([*numbers, *(node for node in cut.held if node.op == "placeholder"), *computed])),
     )
 
 
@@ -121,9 +126,10 @@ def build(
     layout = _lay_out(module, region)
     places, i_inputs, w_inputs, i_outputs = layout.places, layout.i_inputs, layout.w_inputs, layout.i_outputs
     also, fixed = effects(module.graph), layout.has_fixed_sizes
-    strided = len(set(layout.others.values())) if fixed else len(i_outputs)
-    i_module = extract(module, i_inputs, i_outputs, "I", effects=also, strided=range(strided))
-    w_module = extract(module, w_inputs, [node for part in layout.late_parts for node in part], "W")
+    strided = {*layout.others.values(), *layout.sharded} if fixed else set(i_outputs)
+    i_module = extract(module, i_inputs, i_outputs, "I", effects=also, strided=strided)
+    w_outputs = [node for part in layout.late_parts for node in part]
+    w_module = extract(module, w_inputs, w_outputs, "W", strided=layout.sharded)
     whole_w = extract(module, w_inputs, list(layout.late.values()), "W")
     report = _report(region.forward, i_module, whole_w, layout, tangents(module.graph))
 
@@ -133,18 +139,19 @@ def build(
         at = {node: strides[index] if strides and fixed else None for index, node in enumerate(i_outputs)}
         w_examples = [examples[places[n]] if n in places else _strided(example_value(n), at[n]) for n in w_inputs]
         w = compile_w(Half(w_module, w_examples, [places.get(n) for n in w_inputs]))
-    halves = Halves(i, w, _wire(layout, region.parameters.keys()), report)
+    halves = Halves(i, w, _wire(layout, region.parameters), report)
     for parameter in region.parameters.values():
         halves.see(parameter)
     KNOWN.add(halves)
     return halves.boxed()
 
 
-def _wire(layout: _Layout, parameters: Collection[int]) -> Wiring:
+def _wire(layout: _Layout, parameters: dict[int, Parameter]) -> Wiring:
     """Where the halves take their inputs from, and where their results go."""
     places, early, late = layout.places, layout.early, layout.late
     at = {node: index for index, node in enumerate(layout.i_outputs)}
     owned = _owned({**early, **late}, layout.others)
+    plain = {index for index, parameter in parameters.items() if not is_dtensor(parameter)}
     return Wiring(
         i_takes=tuple(places[n] for n in layout.i_inputs),
         w_takes=tuple(places[n] for n in layout.w_inputs if n in places),
@@ -156,7 +163,7 @@ def _wire(layout: _Layout, parameters: Collection[int]) -> Wiring:
         owned=tuple(slot in owned for slot in (*early, *late)),
         specs=tuple(_spec(n) for n in (*early.values(), *late.values())),
         slots=layout.slots,
-        parameter=next((place for n, place in places.items() if input_index(n) in parameters), None),
+        parameter=next((place for n, place in places.items() if input_index(n) in plain), None),
     )
 
 
@@ -182,8 +189,13 @@ def _report(
     )
 
 
-def _can_wait(node: Any) -> bool:
-    """Whether there is a gradient, of a shape without symbols, as a parameter's is."""
+def _can_wait(node: Any, parameter: Parameter) -> bool:
+    """Whether there is a gradient, of a shape without symbols, as a parameter's is; and a mark can stand for it.
+
+    Of subclasses that AOTAutograd takes apart, it can for DTensors: a part of another would not be known again.
+    """
+    if hasattr(parameter, "__tensor_flatten__") and not is_dtensor(parameter):
+        return False
     return isinstance(node, Node) and all(isinstance(size, int) for size in example_value(node).shape)
 
 

@@ -16,6 +16,7 @@
   weight, whose output gradient is held anyway; a norm's weight gradient, for which alone two activations would be
   held, is computed in I.
 - The last product on the way to a weight is always in W: deferring it is what the cut is for.
+- A collective is always in I, in which all ranks run them in the same order. So is what it is given.
 - A first stage has no input gradient. Its spine is every product that another product needs.
 """
 
@@ -30,7 +31,7 @@ from torch.fx import Graph, Node
 
 from sternway._torch.compile import example_value
 from sternway.split.compiled._extract import between
-from sternway.split.compiled._ops import effects, is_cheap, is_costly, is_tuple, is_view, nbytes
+from sternway.split.compiled._ops import collectives, effects, is_cheap, is_costly, is_tuple, is_view, nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,8 @@ def spine_of(graph: Graph, weights: Iterable[Node], inputs: Iterable[Node]) -> t
         inputs: those of all other outputs.
     """
     spine = between([*inputs, *effects(graph)], set())
+    is_first = not any(is_costly(node) for node in spine)
+    spine |= between(collectives(graph), set())
     side = between(weights, set()) - spine
     last: list[Node] = []
     leads_on: set[Node] = set()  # side nodes that a costly side node needs
@@ -59,7 +62,7 @@ def spine_of(graph: Graph, weights: Iterable[Node], inputs: Iterable[Node]) -> t
                 leads_on.add(node)
             elif is_costly(node):
                 last.append(node)
-    if not any(is_costly(node) for node in spine):
+    if is_first:
         spine |= between((node for node in leads_on if is_costly(node)), set())
     return spine, last
 

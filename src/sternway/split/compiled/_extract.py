@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -16,12 +16,12 @@ def extract(
     name: str,
     *,
     effects: Sequence[Node] = (),
-    strided: Sequence[int] = (),
+    strided: Collection[Node] = (),
 ) -> GraphModule:
     """The nodes that lead from ``inputs`` to ``outputs`` and ``effects``, in their order.
 
-    ``inputs`` become placeholders. The new module shares constants with the old. Results whose indices are in
-    ``strided`` keep the graph's strides when it is compiled; of others the compiler may choose them.
+    ``inputs`` become placeholders. The new module shares constants with the old. Results that are in ``strided`` keep
+    the graph's strides when it is compiled; of others the compiler may choose them.
     """
     known: dict[Node, Node] = {}
     graph = Graph()
@@ -33,7 +33,7 @@ def extract(
         if node in wanted and node not in known:
             known[node] = graph.node_copy(node, lambda argument: known[argument])
     output = graph.output(tuple(known[node] for node in outputs))
-    keep_strides(output, strided)
+    keep_strides(output, [index for index, node in enumerate(outputs) if node in strided])
     graph.lint()
     return GraphModule(module, graph, class_name=name)
 

@@ -3,8 +3,9 @@
 The engine calls a compiled backward like any other, on a thread of its choice. So a hook that runs just before the
 node, on that thread, leaves an offer there. A compiled backward that finds one runs I alone, leaves its W in the offer,
 and returns a *mark* in the place of each weight gradient. A hook that runs just after the node knows by the marks
-which of the node's edges are deferred, and stops them there. Compiled backwards of other backends do not look for an
-offer; their gradients are ready.
+which of the node's edges are deferred, and stops them there. A DTensor's gradient arrives there as a DTensor, which
+AOTAutograd has made of the mark; W makes the same of the gradient. Compiled backwards of other backends do not look for
+an offer; their gradients are ready.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from sternway._torch.dtensors import local_part
+from sternway.errors import SplitError
 from sternway.split._deferred import Deferred
 from sternway.split._part import Node
 from sternway.split._unseen import UNSEEN
@@ -56,22 +60,28 @@ class Offer:
     def after(self, grad_inputs: tuple[Tensor | None, ...], grad_outputs: Any) -> tuple[Tensor | None, ...]:
         """A hook that runs just after the node: keep what goes to the leaves, so that the engine does not."""
         _here.offer = None
-        edges, numbers = self.node.next_functions, self._numbers
+        edges = self.node.next_functions
         work = self.work if isinstance(self.work, CompiledWork) else None  # others return no marks
+        numbers = [None if grad is None else self._numbers.get(id(local_part(grad))) for grad in grad_inputs]
+        if not set(self._numbers.values()) <= set(numbers):
+            raise SplitError(
+                "what a compiled backward returns must arrive at its node as it is, or as part of a DTensor",
+                got=f"{len(set(numbers) - {None})} of {len(self._numbers)} marks, with torch {torch.__version__}",
+                fix="use a release of torch that `sternway doctor` passes, or compile with another backend",
+            )
         left = list(grad_inputs)
         for position in self.positions:
-            grad = left[position]
+            grad, number, left[position] = left[position], numbers[position], None
             if grad is None:
                 continue
-            leaf, number = edges[position][0], numbers.get(id(grad))
-            left[position] = None
+            leaf = edges[position][0]
             if number is None or work is None:
                 self.ready.append((leaf, grad))
-            elif not work.claim(leaf, number):  # the region got one parameter twice
-                self.ready.append((leaf, work.take(number)))
-        for position, grad in enumerate(left):
-            if grad is not None and work is not None and id(grad) in numbers:  # one that the split was asked for
-                left[position] = work.take(numbers[id(grad)])
+            elif not work.claim(leaf, number, grad):  # the region got one parameter twice
+                self.ready.append((leaf, work.take(number, grad)))
+        for position, (grad, number) in enumerate(zip(left, numbers, strict=True)):
+            if grad is not None and work is not None and number is not None:  # one that the split was asked for
+                left[position] = work.take(number, grad)
         return tuple(left)
 
 

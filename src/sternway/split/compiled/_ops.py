@@ -34,6 +34,8 @@ _PLAIN = {
     prims.iota,
 }
 
+_OF_GROUPS = {"_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem"}
+
 
 @cache
 def _is_view_op(target: Any) -> bool:
@@ -96,6 +98,11 @@ def is_number(node: Node) -> bool:
 def effects(graph: Graph) -> list[Node]:
     """Nodes that must run though nothing uses them."""
     return [node for node in graph.nodes if node.op.startswith("call") and node.is_impure() and not node.users]
+
+
+def collectives(graph: Graph) -> list[Node]:
+    """Nodes in which other processes take part."""
+    return [node for node in graph.nodes if isinstance(node.target, OpOverload) and node.target.namespace in _OF_GROUPS]
 
 
 def base(node: Node) -> Node:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sternway._torch.dtensors import is_dtensor, with_local_part
 from sternway._torch.tensors import version_of, without_autocast
 from sternway.errors import PendingError
 from sternway.saved import Policy
@@ -38,6 +39,7 @@ class CompiledWork:
         "_held",
         "_inputs",
         "_is_product",
+        "_likes",
         "_n_computed",
         "_owned",
         "_versions",
@@ -61,13 +63,15 @@ class CompiledWork:
         self._held = tuple([value for value in (*inputs, *computed) if isinstance(value, Tensor)])
         self._versions = [version_of(tensor) for tensor in self._held]
         self._grads: list[Any] | None = None
+        self._likes: dict[int, Tensor] = {}
         self.early: dict[Node, int] = {}  # by leaf, the number of its gradient
         self.late: dict[Node, int] = {}
 
-    def claim(self, leaf: Node, number: int) -> bool:
-        """Note which leaf a gradient is for; False if the leaf has one already."""
+    def claim(self, leaf: Node, number: int, like: Tensor) -> bool:
+        """Note which leaf a gradient is for, and what arrived in its place; False if the leaf has one already."""
         if leaf in self.early or leaf in self.late:
             return False
+        self._likes[number] = like
         (self.early if number < self._n_computed else self.late)[leaf] = number
         return True
 
@@ -96,7 +100,9 @@ class CompiledWork:
                 parameters.append(parameter)
                 numbers.append(number)
             else:
-                accumulator.queue(leaf, [Part.of_leaf(leaf, _NO_GRAD, CompiledGradient(self, number))])
+                accumulator.queue(
+                    leaf, [Part.of_leaf(leaf, _NO_GRAD, CompiledGradient(self, number, self._likes[number]))]
+                )
         with without_autocast():  # as the graph was compiled
             for parameter, grad in zip(parameters, self._take(numbers), strict=True):
                 if isinstance(grad, tuple):
@@ -105,11 +111,12 @@ class CompiledWork:
                     accumulator.add_value(parameter, grad)
             accumulator.flush()
 
-    def take(self, number: int) -> Tensor:
-        """One of the gradients; each can be taken once."""
+    def take(self, number: int, like: Tensor) -> Tensor:
+        """One of the gradients, as a DTensor if ``like`` is one; each can be taken once."""
         (grad,) = self._take([number])
         with without_autocast():
-            return grad[0] @ grad[1] if isinstance(grad, tuple) else grad
+            value = grad[0] @ grad[1] if isinstance(grad, tuple) else grad
+        return with_local_part(like, value) if is_dtensor(like) else value
 
     def _take(self, numbers: list[int]) -> list[Tensor | Factors]:
         """Some of the gradients, or the factors whose product they are. The first time, W runs."""
@@ -137,17 +144,17 @@ class CompiledWork:
 class CompiledGradient(Later):
     """One gradient of a compiled W, for a parameter whose hooks the engine has to run."""
 
-    __slots__ = ("_number", "_work")
+    __slots__ = ("_like", "_number", "_work")
 
-    def __init__(self, work: CompiledWork, number: int) -> None:
-        self._work, self._number = work, number
+    def __init__(self, work: CompiledWork, number: int, like: Tensor) -> None:
+        self._work, self._number, self._like = work, number, like
         self.is_packed = False
 
     def tensors(self) -> list[Tensor]:
         return list(self._work.tensors())
 
     def gradient(self, grad: Tensor, transposed: bool = False) -> Tensor:
-        return self._work.take(self._number)
+        return self._work.take(self._number, self._like)
 
     def was_changed(self) -> bool:
         return self._work.was_changed()
