@@ -115,9 +115,7 @@ class Accumulator:
 
     def add_value(self, parameter: Tensor, value: Tensor) -> None:
         """Add ``value`` to ``parameter.grad``; if that is None, ``value`` may become it, and must be nobody else's."""
-        total = parameter.grad
-        if value.shape != parameter.shape:
-            value = sum_to(value, parameter.shape)
+        total, value = parameter.grad, sum_to(value, parameter.shape)
         if total is None:
             parameter.grad = value if value.layout != torch.strided else _like_parameter(value, parameter)
         elif total.layout is not _STRIDED:  # an earlier sparse gradient
