@@ -148,9 +148,8 @@ def held_by(node: Any) -> Iterator[Any]:
 class _MoreReads(dict[Any, Any]):
     """A holder's ``handles``, where marking the tensor as read is ignored the first few times."""
 
-    def __init__(self, handles: dict[Any, Any], more: int) -> None:
-        super().__init__(handles)
-        self.more = more
+    __slots__ = ("more",)
+    more: int
 
     def __setitem__(self, group: Any, handle: Any) -> None:
         if handle is None and self.more:
@@ -161,7 +160,9 @@ class _MoreReads(dict[Any, Any]):
 
 def allow_more_reads(holder: Any, times: int) -> None:
     """Let the tensor behind a ``CHECKPOINT_HOLDER`` be read more than once in a backward."""
-    holder.handles = _MoreReads(holder.handles, times)
+    handles = _MoreReads(holder.handles)
+    handles.more = times
+    holder.handles = handles
 
 
 def _matrix(*shape: int) -> Tensor:

@@ -5,8 +5,8 @@ an ordinary backward: the engine runs whatever lies between a part and the param
 hooks, and the accumulation. Parts that end in the same parameter go through one engine call, so that its hooks run
 once, on the whole gradient.
 
-On a CPU, matrix products and sums are queued and run by ``flush()``: Python has a single call to make between two of
-them, and its own code stays in the processor's cache while it prepares the queue. On a GPU each is launched at once.
+On a GPU, gradients that are computed already are added by ``flush()``, many in one kernel. On a CPU each is added at
+once: a bias's gradient and its weight's are made of one tensor, which is still in the processor's cache for the second.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ from sternway.split._part import Node, Part, sum_to
 from sternway.split._unseen import UNSEEN
 
 _STRIDED = torch.strided
+_runs_at_once: Callable[[Tensor], bool] = attrgetter("is_cpu")
+"""Whether what is done with a tensor is no launch of a kernel, so that nothing is gained by many in one."""
 
 
 @dataclass(slots=True)
@@ -61,9 +63,7 @@ class Accumulator:
         self._leaves = leaves
         self.exact, self._tell_nodes, self._mark = exact, tell_nodes, mark
         self._anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-        self._steps: list[Callable[[], object]] = []  # run from the last to the first
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # by memory of .grad: what is added to it, all in one call
-        self._unsummed: list[tuple[int, torch.Size]] = []  # of these, not yet summed over broadcast dimensions
         self._written: list[Tensor] = []
         self._calls: deque[EngineCall] = deque()
         self._hooked = EngineCall({}, [])  # a hook may be on several parameters: all of them in one call
@@ -108,61 +108,34 @@ class Accumulator:
             self.add_value(parameter, value if scale == 1 else value.mul_(scale))
             return
         add = total.addmm_ if ndim == 2 else total.baddbmm_
-        step = partial(add, left, right) if scale == 1 else partial(add, left, right, alpha=scale)
-        if total.is_cpu:
-            self._steps.append(step)
+        if scale == 1:
+            add(left, right)
         else:
-            step()
+            add(left, right, alpha=scale)
 
     def add_value(self, parameter: Tensor, value: Tensor) -> None:
         """Add ``value`` to ``parameter.grad``; if that is None, ``value`` may become it, and must be nobody else's."""
-        total = parameter.grad
-        fits = value.shape == parameter.shape
-        if (
-            total is not None
-            and value.dtype is total.dtype
-            and value.layout is _STRIDED is total.layout
-            and (memory := total.data_ptr()) not in self._sums  # one call must not write to the same memory twice
-        ):
-            if not fits:
-                if value.is_cpu:
-                    self._unsummed.append((memory, parameter.shape))
-                else:
-                    value = sum_to(value, parameter.shape)
-            self._sums[memory] = (total, value)
-            return
-        if not fits:
-            value = sum_to(value, parameter.shape)
+        total, value = parameter.grad, sum_to(value, parameter.shape)
         if total is None:
             parameter.grad = value if value.layout != torch.strided else _like_parameter(value, parameter)
-        elif total.layout != torch.strided:  # an earlier sparse gradient
+        elif total.layout is not _STRIDED:  # an earlier sparse gradient
             parameter.grad = value + total
-        else:
+        elif (
+            _runs_at_once(value)
+            or value.layout is not _STRIDED
+            or value.dtype is not total.dtype
+            or (memory := total.data_ptr()) in self._sums  # one call must not write to the same memory twice
+        ):
             total.add_(value.to(total.dtype) if self.exact else value)  # autograd rounds before it adds
-
-    def postpone(self, step: Callable[[], object]) -> None:
-        """Call ``step`` in ``flush()``; it may add more."""
-        self._steps.append(step)
+        else:
+            self._sums[memory] = (total, value)
 
     def flush(self) -> None:
-        """Run what ``add_product``, ``add_value`` and ``postpone`` have queued."""
-        steps = self._steps
-        self._sum()
-        while steps:
-            steps.pop()()
+        """Add what ``add_value`` has left to be added together."""
         if self._sums:
-            self._sum()  # what steps have added
             sums = self._sums.values()
             add_each([total for total, _ in sums], [value for _, value in sums])
             self._sums.clear()
-
-    def _sum(self) -> None:
-        """Sum what is to be added over broadcast dimensions, such as a bias's gradient."""
-        sums, unsummed = self._sums, self._unsummed
-        for key, shape in unsummed:
-            total, value = sums[key]
-            sums[key] = total, sum_to(value, shape)
-        unsummed.clear()
 
     def queue_call(self, call: EngineCall) -> None:
         """Let parts go through the engine; later parts of the same leaves will join them."""

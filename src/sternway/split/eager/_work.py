@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from itertools import chain
 from typing import final
 
@@ -62,13 +62,9 @@ class DirectWork(_Parts):
                 accumulator.queue(leaf, parts)
                 continue
             for part in parts:
-                later = part.later
-                if part.packed is not None or (later is not None and later.is_packed):  # unpacked when its turn comes
-                    accumulator.postpone(partial(_unpack_and_add, accumulator, parameter, part))
-                elif later is None and not part.transposed and parameter.grad is not None:
-                    accumulator.add_value(parameter, part.grad)  # as _add, which a bias need not go through
-                else:
-                    _add(accumulator, parameter, part)
+                if part.is_packed:
+                    part.unpack()
+                _add(accumulator, parameter, part)
         accumulator.flush()
 
 
@@ -199,11 +195,6 @@ def _cast_on_the_way(part: Part, leaf: Node) -> Node | None:
     while node is not leaf and type(node) is not TO_COPY:
         node = node.next_functions[0][0]
     return None if node is leaf else node
-
-
-def _unpack_and_add(accumulator: Accumulator, parameter: Tensor, part: Part) -> None:
-    part.unpack()
-    _add(accumulator, parameter, part)
 
 
 def _own(value: Tensor, part: Part) -> Tensor:
