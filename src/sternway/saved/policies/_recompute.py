@@ -67,12 +67,7 @@ def recompute(
         def choose(context: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
             return operation in kept
 
-    return lambda: contexts_under(active() or PolicyStack(), choose)
-
-
-def contexts_under(stack: PolicyStack, choose: Choice) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of one run of a region whose chosen results are kept under these policies, which may be none."""
-    return _Region(choose, stack).contexts()
+    return lambda: _Region(choose, active() or PolicyStack()).contexts()
 
 
 class _Region:
