@@ -241,7 +241,9 @@ def test_sixteen_blocks_under_less_and_less_memory() -> None:
     sizes = [sum(share.whole for share in plan.shares.values()) / plan.num_stages for _, _, plan, _, _ in found]
     assert not found[0][2].recompute  # all of it fits
     assert 0 < sizes[-1] < 1
-    assert any(share.whole < 1 for _, _, plan, _, _ in found for share in plan.shares.values())  # some blocks of a stage
+    assert any(
+        share.whole < 1 for _, _, plan, _, _ in found for share in plan.shares.values()
+    )  # some blocks of a stage
     on_ranks(RANKS, run_within, found)
 
 

@@ -97,7 +97,7 @@ def test_the_first_blocks_are_whole_and_the_next_selective() -> None:
 
 
 class Noisy(nn.Module):
-    """Dropout in attention, whose result is then not kept, and after it; a layer that Python may skip; in-place steps."""
+    """Dropout in attention, whose result is then not kept, and after it; a layer that Python may skip."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_what_cannot_be_selective_is_refused() -> None:
     with pytest.raises(PipelineError, match=r"as a whole, not in part; got 0 of stage 1, 1 selectively"):
         local(stages, schedule=plan_of("1f1b", (1, 0, 1)), transport=LocalTransport())
     for bad in ((0, 0.5, 0.75), (0, 0, 0), (0, -0.5, 1.0), (0, 0, True), (0, 0, 0.5, 0.5), (0, float("nan"), 0.5)):
-        with pytest.raises(ScheduleError, match="or .stage, share, share selectively., with shares up to 1"):
+        with pytest.raises(ScheduleError, match=r"or \(stage, share, share selectively\), with shares up to 1"):
             plan_of("1f1b", bad)
 
 

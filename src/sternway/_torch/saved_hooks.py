@@ -145,7 +145,7 @@ def is_operator(value: Any) -> bool:
 
 def counting_writes() -> AbstractContextManager[Any]:
     """A block inside of ``intercept`` in which an alias that is made counts the writes to its tensor, as outside."""
-    guard: Any = torch._C._SetExcludeDispatchKeyGuard  # type: ignore[attr-defined]
+    guard: Any = torch._C._SetExcludeDispatchKeyGuard
     alias: AbstractContextManager[Any] = guard(torch._C.DispatchKey.ADInplaceOrView, False)
     return alias
 

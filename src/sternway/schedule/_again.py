@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 from sternway.errors import ScheduleError
 
 Again: TypeAlias = int | tuple[int, float] | tuple[int, float, float]
-"""A stage, all of which is recomputed; or a stage, the share of its blocks that is, and the share that is selectively."""
+"""A stage, all of which is recomputed; or a stage, and the shares of its blocks that are, whole and selectively."""
 
 Recompute: TypeAlias = tuple[Again, ...]
 

@@ -299,9 +299,9 @@ class Costs:
         """Return whether a stage that is recomputed selectively frees more in its time than one that runs again."""
         if self.memory_selective is None:
             return False
-        again = self.F, self.selective, self.memory_after_F, self.memory_input, self.memory_selective
-        f, time, kept, small, rest = (each[stage] if isinstance(each, Sequence) else each for each in again)
-        assert f is not None and kept is not None and small is not None and rest is not None
+        amounts = self.F, self.memory_after_F, self.memory_input, self.memory_selective
+        f, kept, small, rest = (each[stage] if isinstance(each, Sequence) else each for each in amounts)
+        time = self.selective[stage] if isinstance(self.selective, Sequence) else self.selective
         return (kept - rest) * f > max(0.0, kept - small) * (_CHEAP * f if time is None else time) + EPSILON
 
     def per_stage(self, placement: Placement, recompute: Collection[Again] = (), copies: int = 1) -> StageCosts:

@@ -81,11 +81,15 @@ class Room:
             words += [whole + how] if some else []
         return " and ".join(words)
 
-    def is_selective(self, stage: int) -> bool:
-        """Whether blocks of a stage can be recomputed selectively, and then keep less."""
-        counts, own = self.again[stage], self.weights[stage].actions["F"].left
-        some = counts.get((0, max(counts)[0])) if counts else None
-        return some is not None and some.actions["F"].left < own
+    @property
+    def selective(self) -> tuple[tuple[int, float, float], ...]:
+        """The stages of which all blocks can be recomputed selectively, and then keep less."""
+        found = []
+        for stage in self.everything:
+            some = self.again[stage].get((0, self._blocks()[stage]))
+            if some is not None and some.actions["F"].left < self.weights[stage].actions["F"].left:
+                found.append((stage, 0.0, 1.0))
+        return tuple(found)
 
     def _blocks(self) -> list[int]:
         """How many blocks of each stage can be recomputed."""
@@ -134,7 +138,9 @@ class Room:
         costs = replace(costs, memory_input=units(inputs), memory_again=units(whole), blocks=self._blocks())
         if any(counts and (0, max(counts)[0]) not in counts for counts in self.again):
             return costs
-        some = [counts[0, max(counts)[0]] if counts else own for counts, own in zip(self.again, self.weights, strict=True)]
+        some = [
+            counts[0, max(counts)[0]] if counts else own for counts, own in zip(self.again, self.weights, strict=True)
+        ]
         return replace(costs, memory_selective=units(each.actions["F"].left for each in some))
 
     def limits(self, plan: Schedule, costs: Costs) -> list[float]:

@@ -126,7 +126,7 @@ class WaysToTrain:
     def _ways(self, room: Room, plan: Schedule, costs: Costs) -> Iterator[Way]:
         """A schedule as it is, with blocks recomputed (all, all selectively, and as little as fits), or offloaded."""
         most = _most(room, plan)
-        cheap = replace(plan, recompute=[(stage, 0.0, 1.0) for stage in room.everything if room.is_selective(stage)])
+        cheap = replace(plan, recompute=room.selective)
         fewest = recomputed(most, costs, fits=room.rank_fits) if self._limit and room.fits(most) else most
         for each in {way.recompute: way for way in (plan, cheap, most, fewest)}.values():
             way = self._way(room, each)
@@ -142,7 +142,8 @@ class WaysToTrain:
         weights = room.chosen(plan)
         moved = [sum(weights[stage].moved for stage, _ in plan.moved(rank)) for rank in range(plan.ranks)]
         # The operations that are done again have been counted. Cheap ones are not, so these are to be added.
-        cheap = [(stage, 0.0, share.selective) for stage, share in plan.shares.items() if share.selective]
+        some = plan.shares.items()
+        cheap = tuple((stage, 0.0, share.selective) for stage, share in some if share.selective)
         period = replace(plan, recompute=cheap).simulate(_costs(weights)).period
         time = period / (ideal * plan.n_microbatches / plan.ranks)
         ranks = room.ranks(plan)

@@ -50,7 +50,9 @@ class RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._call(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler keeps changes apart from what it computes again, and chooses that
+        if (
+            torch.compiler.is_compiling()
+        ):  # the compiler keeps changes apart from what it computes again, and chooses that
             return self._checkpoint(args, kwargs)
         given = _tensors([args, kwargs])
         versions = _versions(given)

@@ -10,9 +10,9 @@ is usual, pays for memory where there is enough (arXiv 2402.16831 and others fin
           r  r  .  .       36         37        the best
           r  .  .  .       38          -        cannot be better: not searched
 
-A stage of several blocks may recompute some of them, whole or selectively (``_again``). Of large problems not all choices are searched: those that look
-best at a glance are, and what looks better when some stages recompute more or less. Then as little is recomputed as
-their order of actions has room for (``recomputed``).
+A stage of several blocks may recompute some of them, whole or selectively (``_again``). Of large problems not all
+choices are searched: those that look best at a glance are, and what looks better when some stages recompute more or
+less. Then as little is recomputed as their order of actions has room for (``recomputed``).
 """
 
 from collections.abc import Callable, Iterable, Sequence
