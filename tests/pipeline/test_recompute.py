@@ -239,7 +239,7 @@ def run_within(rank: int, todo: Todo) -> None:
 def test_sixteen_blocks_under_less_and_less_memory() -> None:
     found = plans()
     sizes = [sum(share.whole for share in plan.shares.values()) / plan.num_stages for _, _, plan, _, _ in found]
-    assert not found[0][2].recompute  # all of it fits
+    assert sizes[0] == 0  # of 1F1B all would fit; a faster order does if some blocks are recomputed selectively
     assert 0 < sizes[-1] < 1
     assert any(
         share.whole < 1 for _, _, plan, _, _ in found for share in plan.shares.values()
