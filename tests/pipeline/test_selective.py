@@ -237,8 +237,11 @@ def test_two_processes_hold_as_much_as_is_told(kind: str) -> None:
         if plan.num_stages in found:
             room, cuts = found[plan.num_stages]
             todo.append((plan, cuts, [each.activations + each.working for each in room.ranks(plan)]))
-            plain, some, whole = (room.peak(replace(plan, recompute=each)) for each in ((), entries, room.everything))
-            assert whole < some < plain
+            if name == "1f1b":  # in the others, what I leaves for W is as much as ever
+                least, some, most = (
+                    room.peak(replace(plan, recompute=each)) for each in (room.everything, entries, ())
+                )
+                assert least < some < most
     on_ranks(2, run_as_told, kind, todo)
 
 
