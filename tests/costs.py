@@ -54,6 +54,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_offload_steps.py::test_two_processes": ("dist",),
     "pipeline/test_random.py::test_on_two_gloo_ranks": ("dist",),
     "pipeline/test_recompute.py::test_sixteen_blocks_under_less_and_less_memory": ("dist", "slow"),
+    "pipeline/test_selective.py::test_two_processes_hold_as_much_as_is_told": ("dist",),
     "pipeline/test_odd_dist.py": ("dist", "slow"),
     "pipeline/test_nonfinite.py::test_three_processes_agree": ("dist",),
     "pipeline/test_scaler_sharded.py": ("dist",),

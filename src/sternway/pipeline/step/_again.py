@@ -75,7 +75,7 @@ class RecomputedForward:
         if not self.selective:
             return nullcontext(), before
         first, second = saved.recompute(is_kept)()
-        return first, _Both(before, second)
+        return first, _Nested(before, second)
 
     def _checkpoint(self, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Any = None) -> Any:
         options = {} if contexts is None else {"context_fn": contexts}
@@ -84,7 +84,7 @@ class RecomputedForward:
         )  # fmt: skip
 
 
-class _Both:
+class _Nested:
     """A block in two others."""
 
     def __init__(self, *blocks: AbstractContextManager[Any]) -> None:
