@@ -58,6 +58,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_ranks_apart.py::test_a_call_that_one_rank_makes_alone": ("dist",),
     "pipeline/test_ranks_apart.py::test_weights_and_targets_that_differ": ("dist",),
     "pipeline/test_recompute.py::test_sixteen_blocks_under_less_and_less_memory": ("dist", "slow"),
+    "pipeline/test_selective.py::test_two_processes_hold_as_much_as_is_told": ("dist",),
     "pipeline/test_odd_dist.py": ("dist", "slow"),
     "pipeline/test_nonfinite.py::test_three_processes_agree": ("dist",),
     "pipeline/test_scaler_sharded.py": ("dist",),

@@ -28,6 +28,7 @@ SURFACE = {
         "Overlap",
         "Row",
         "Schedule",
+        "Share",
         "StageCosts",
         "Step",
         "Timeline",

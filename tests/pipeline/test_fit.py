@@ -167,15 +167,18 @@ def test_as_few_blocks_are_recomputed_as_make_it_fit() -> None:
     def count(**options: Any) -> pipeline.Fit:
         return pipeline.fit(model, sample(), ranks=2, n_microbatches=4, schedule="1f1b", **options)
 
-    plain, most = count().ways
-    limit = (plain.peak + most.peak) // 2
+    plain, cheap, most = count().ways
+    assert (cheap.again, most.again) == ("blocks selectively", "blocks")
+    assert most.peak < cheap.peak < plain.peak
+    assert plain.time < cheap.time < most.time
+    limit = (cheap.peak + most.peak) // 2
     found = count(memory=limit)
-    (some,) = (way for way in found.ways if way.again not in ("", "blocks"))
+    (some,) = (way for way in found.ways if way.again not in ("", "blocks", "blocks selectively"))
     assert found.best is some
     assert some.peak <= limit
     assert plain.time < some.time < most.time
     assert some.again in str(found)
-    assert 0 < sum(some.schedule.shares.values()) < 2
+    assert 0 < sum(share.whole for share in some.schedule.shares.values()) < 2
 
 
 def test_what_does_not_fit_says_what_is_lacking() -> None:

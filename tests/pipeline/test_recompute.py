@@ -238,10 +238,12 @@ def run_within(rank: int, todo: Todo) -> None:
 
 def test_sixteen_blocks_under_less_and_less_memory() -> None:
     found = plans()
-    sizes = [sum(plan.shares.values()) / plan.num_stages for _, _, plan, _, _ in found]
-    assert sizes[0] == 0  # all of it fits
+    sizes = [sum(share.whole for share in plan.shares.values()) / plan.num_stages for _, _, plan, _, _ in found]
+    assert sizes[0] == 0  # of 1F1B all would fit; a faster order does if some blocks are recomputed selectively
     assert 0 < sizes[-1] < 1
-    assert any(share < 1 for _, _, plan, _, _ in found for share in plan.shares.values())  # some blocks of a stage
+    assert any(
+        share.whole < 1 for _, _, plan, _, _ in found for share in plan.shares.values()
+    )  # some blocks of a stage
     on_ranks(RANKS, run_within, found)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,35 @@ def test_a_selective_checkpoint_goes_through_one_backward() -> None:
         loss.backward()
     with pytest.raises(SavedError, match="operators with their overload"):
         saved.recompute(keep=["addmm"])
+
+
+def test_a_kept_result_that_is_changed_in_place_is_computed_again() -> None:
+    """It was taken as it was after the change, and changed once more: gradients were wrong."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+
+    class Doubled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).mul_(2).sin()
+
+    blocks = nn.Sequential(Doubled(), Doubled())
+    assert_equal(grads_of(Checkpointed(blocks, saved.recompute(OPS)), x), grads_of(blocks, x))
+
+
+def test_a_weight_that_autocast_has_cast_before() -> None:
+    """The second run casts it, which the first did not; torch's own contexts fail then."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+
+    def grads(**options: Any) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            region = layer if not options else partial(checkpoint, layer, use_reentrant=False, **options)
+            losses = [region(x).tanh().sum() for _ in range(2)]
+        return list(torch.autograd.grad(losses[0] + losses[1], [x, *layer.parameters()]))
+
+    assert_equal(grads(context_fn=saved.recompute(OPS)), grads())
 
 
 # Compiled modules

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from sternway.schedule import Action, Costs, lower_bound, search
+from sternway.schedule import Action, Costs, Share, lower_bound, search
+from sternway.schedule._again import NOTHING
 from sternway.schedule.search._clock import clock
 from sternway.schedule.search._exact import branch_and_bound
 from sternway.schedule.search._list_schedule import Priorities, list_schedule
@@ -157,14 +158,19 @@ def recomputed(costs, choice, ranks):
     ``choice`` is the share of each stage.
     """
     plain = costs.per_stage(place(ranks, 1))
-    chosen = [share > 0 for share in choice]
+    chosen = [share != NOTHING for share in choice]
     small = costs.per_stage(place(ranks, 1), range(ranks)).keeps
-    inputs = [kept - share * (kept - least) for kept, least, share in zip(plain.keeps, small, choice, strict=True)]
+    cheap = costs.memory_selective or 0.0
+    inputs = [
+        kept - share.whole * (kept - least) - share.selective * (kept - cheap)
+        for kept, least, share in zip(plain.keeps, small, choice, strict=True)
+    ]
 
     def pick(others, values):
         return [other if yes else value for yes, other, value in zip(chosen, others, values, strict=True)]
 
-    longer = [share * f + b for share, f, b in zip(choice, plain.F, plain.B, strict=True)]
+    again = [share.whole * f + share.selective * f / 5 for share, f in zip(choice, plain.F, strict=True)]
+    longer = [some + b for some, b in zip(again, plain.B, strict=True)]
     works = [whole - kept for whole, kept in zip(plain.keeps, inputs, strict=True)]
     nothing = [0.0] * ranks
     made = Costs(
@@ -184,13 +190,22 @@ def recomputed(costs, choice, ranks):
 def test_the_best_choice_of_what_to_recompute(ranks, microbatches, costs, memory_limit):
     costs = replace(costs(ranks) if callable(costs) else costs, memory_input=0.1)
     numbers = {"ranks": ranks, "microbatches": microbatches, "memory_limit": memory_limit}
-    compare_all_choices(costs, (0.0, 1.0), **numbers)
+    compare_all_choices(costs, (NOTHING, Share(1.0)), **numbers)
 
 
 @pytest.mark.parametrize(("costs", "memory_limit"), [(EVEN, 1.5), (SHORT_W, 1.3), (uneven, 1.6)])
 def test_the_best_choice_of_how_many_blocks_to_recompute(costs, memory_limit):
     costs = replace(costs(2) if callable(costs) else costs, memory_input=0.1, blocks=2)
-    compare_all_choices(costs, (0.0, 0.5, 1.0), ranks=2, microbatches=3, memory_limit=memory_limit)
+    levels = (NOTHING, Share(0.5), Share(1.0))
+    compare_all_choices(costs, levels, ranks=2, microbatches=3, memory_limit=memory_limit)
+
+
+@pytest.mark.parametrize(("costs", "memory_limit"), [(EVEN, 1.3), (EVEN, 1.7), (SHORT_W, 1.3), (uneven, 1.5)])
+def test_the_best_choice_of_what_to_recompute_selectively(costs, memory_limit):
+    costs = replace(costs(2) if callable(costs) else costs, memory_input=0.1, memory_selective=0.6, blocks=2)
+    levels = (NOTHING, Share(0, 0.5), Share(0, 1.0), Share(0.5, 0.5), Share(1.0))
+    assert costs.levels(2) == (levels[1:],) * 2
+    compare_all_choices(costs, levels, ranks=2, microbatches=3, memory_limit=memory_limit)
 
 
 def compare_all_choices(costs, levels, *, ranks, **numbers):
@@ -199,13 +214,13 @@ def compare_all_choices(costs, levels, *, ranks, **numbers):
     for choice in itertools.product(levels, repeat=ranks):
         made, works = recomputed(costs, choice, ranks)
         spans[choice] = optimum(made, ranks=ranks, **numbers, works=works)
-        shares = [(stage, share) for stage, share in enumerate(choice) if share]
+        shares = [share.of(stage) for stage, share in enumerate(choice) if share != NOTHING]
         assert lower_bound(costs, ranks=ranks, **numbers, recompute=shares) <= spans[choice] * (1 + 1e-5)
     found = search(costs, ranks=ranks, **numbers, recompute="auto")
     found.check(memory_limit=numbers["memory_limit"], costs=costs)
     assert found.simulate(costs).span <= min(spans.values()) * (1 + 1e-5)
     if all(isinstance(step, Action) and step.op in "FB" for stage in found.shares for step in found.actions[stage]):
-        chosen = tuple(found.shares.get(stage, 0.0) for stage in range(ranks))
+        chosen = tuple(found.shares.get(stage, NOTHING) for stage in range(ranks))
         assert found.simulate(costs).span == pytest.approx(spans[chosen], rel=1e-5)
 
 

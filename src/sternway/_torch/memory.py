@@ -35,6 +35,27 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     return isinstance(one, FakeTensor) or one.is_meta or torch.equal(one, other)
 
 
+def counts_operations(operator: Any) -> bool:
+    """Whether an operator is a product, a convolution or attention, or has a formula for its operations."""
+    packet = getattr(operator, "_overloadpacket", operator)
+    return packet in flop_registry or str(packet) in _UNCOUNTED
+
+
+_UNCOUNTED = "aten._scaled_dot_product_flash_attention_for_cpu", "aten._grouped_mm"  # without a formula
+
+
+def dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The dropout of a call of an operator that may draw random numbers, 1 if it may draw others; else 0."""
+    # cuDNN's attention is not known to leave the generator alone without dropout; torch's other kernels do.
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):
+        return 0.0
+    for place, argument in enumerate(operator._schema.arguments if "cudnn" not in str(operator) else ()):
+        if argument.name == "dropout_p":
+            given = args[place] if place < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return float(given)
+    return 1.0
+
+
 class OperationCounter(TorchDispatchMode):
     """A block in which operations are counted, and the bytes of the storages that they make, for as long as they live.
 
@@ -76,8 +97,8 @@ class OperationCounter(TorchDispatchMode):
 
 
 @probe(
-    "FakeTensorMode, TorchDispatchMode, _disable_current_modes, OpOverload._overloadpacket",
-    expected="make tensors without memory, and see each operation and its name",
+    "FakeTensorMode, TorchDispatchMode, _disable_current_modes, OpOverload._overloadpacket and _schema",
+    expected="make tensors without memory, and see each operation, its name and its arguments",
     features=("pipeline.fit",),
 )
 def _counted() -> bool:
@@ -86,4 +107,7 @@ def _counted() -> bool:
         held = counter.now
         del made
         torch.empty(2, 3) @ torch.empty(3, 4)
-        return (held, counter.now, counter.peak, counter.flops) == (2**40, 0, 2**41, 48) and len(rng_state()) > 8
+        counted = (held, counter.now, counter.peak, counter.flops) == (2**40, 0, 2**41, 48)
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    named = counts_operations(attention) and dropout_of(attention, (None, None, None, 0.5), {}) == 0.5
+    return counted and named and dropout_of(attention, (), {}) == 0 and len(rng_state()) > 8

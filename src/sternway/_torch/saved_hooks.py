@@ -143,6 +143,13 @@ def is_operator(value: Any) -> bool:
     return isinstance(value, torch._ops.OpOverload)
 
 
+def counting_writes() -> AbstractContextManager[Any]:
+    """A block inside of ``intercept`` in which an alias that is made counts the writes to its tensor, as outside."""
+    guard: Any = torch._C._SetExcludeDispatchKeyGuard
+    alias: AbstractContextManager[Any] = guard(torch._C.DispatchKey.ADInplaceOrView, False)
+    return alias
+
+
 @cache
 def written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
     """The arguments that an operator writes to: position and name."""
@@ -268,6 +275,28 @@ def _dispatch() -> bool:
         torch.exp(tensor, out=out)
         tensor.exp()
     return seen == [(True, ((0, "self"),)), (True, ((1, "out"),)), (True, ())] and tensor.tolist() == [2.0, 2.0]
+
+
+@probe(
+    "torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView",
+    expected="let an alias that is made inside of a dispatch mode count the writes to its tensor",
+    features=("saved.mutable",),
+)
+def _aliases() -> bool:
+    made: list[Tensor] = []
+
+    def keep(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        out = operator(*args, **kwargs)
+        with counting_writes():
+            made.append(out.detach())
+        return out
+
+    tensor = torch.ones(2)
+    with intercept(keep):
+        tensor = tensor.exp()
+    before = made[0]._version
+    tensor.mul_(2)
+    return made[0]._version == before + 1
 
 
 @probe(

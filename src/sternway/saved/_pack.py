@@ -43,7 +43,7 @@ class Packed:
         if self._slot is not None:
             assert self._view is not None
             value = self._view.on(self._slot.flat())
-        elif isinstance(value, Tensor) and self._hooks is None and version_of(value) != self._at_version:
+        elif self.is_changed:
             raise SavedError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation",
                 got=f"a saved tensor of shape {tuple(value.shape)}, at version {version_of(value)}, saved at version "
@@ -51,6 +51,12 @@ class Packed:
                 fix="change a copy, or run the forward and the change under saved.mutable()",
             )
         return self._hooks.unpack_hook(value) if self._hooks is not None else value
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether the tensor was changed in place after it was saved."""
+        kept = self._kept
+        return isinstance(kept, Tensor) and self._hooks is None and version_of(kept) != self._at_version
 
     @property
     def nbytes(self) -> int:

@@ -13,6 +13,7 @@ costs and memory are counted.
 """
 
 from sternway.schedule._action import Action, Op, Overlap, Step, Upkeep, UpkeepOp
+from sternway.schedule._again import Share
 from sternway.schedule._check import check
 from sternway.schedule._costs import Costs, StageCosts
 from sternway.schedule._measured import measured_costs
@@ -35,6 +36,7 @@ __all__ = [
     "Overlap",
     "Row",
     "Schedule",
+    "Share",
     "StageCosts",
     "Step",
     "Timeline",

@@ -13,7 +13,7 @@ A stage that is recomputed (``Schedule.recompute``) keeps its input alone, and r
     F adds memory_input/v,    I and B take F longer, and need memory_again/v while they run,    I leaves the same.
 
 If it is a share of the stage that is recomputed, some of its ``blocks``, F keeps so much less, and I and B take so much
-longer.
+longer. Of blocks that are recomputed selectively, F keeps ``memory_selective``, and I and B take ``selective`` longer.
 """
 
 import math
@@ -24,7 +24,7 @@ from typing import TypeAlias
 from sternway._bytes import parse_bytes, show_bytes
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Step
-from sternway.schedule._again import Again, levels
+from sternway.schedule._again import Again, Share, levels
 from sternway.schedule._again import shares as shares_of
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
@@ -38,13 +38,17 @@ _PER_STAGE = (
     "reduce",
     "offload",
     "overlap",
+    "selective",
     "memory_after_F",
     "memory_after_I",
     "memory_input",
     "memory_again",
     "memory_offloaded",
     "memory_gathered",
+    "memory_selective",
 )
+_OPTIONAL = "B", "memory_again", "selective", "memory_selective"
+_CHEAP = 0.2  # of a forward, that its cheap operations take unless that is known
 
 EPSILON = 1e-9
 """Amounts of memory, and times as fractions of a rank's work, count as equal if they differ by no more: rounding."""
@@ -73,6 +77,7 @@ class StageCosts:
     offload: tuple[float, ...] = ()
     away: tuple[float, ...] = ()
     overlap: tuple[float, ...] = ()
+    selective: tuple[float, ...] = ()
 
     @property
     def amounts(self) -> tuple[tuple[float, ...], ...]:
@@ -94,20 +99,27 @@ class StageCosts:
         times: tuple[float, ...] = getattr(self, op)
         return times[stage]
 
-    def recomputed(self, much: Mapping[int, float], inputs: Sequence[float], again: Sequence[float]) -> "StageCosts":
-        """Return costs in which such shares of stages keep their inputs, and run their forward again in I and B."""
-        part = [much.get(stage, 0.0) for stage in range(len(self.F))]
+    def longer(self, stage: int, share: Share) -> float:
+        """Return how much longer I and B of a stage take if such a share of it is recomputed."""
+        return share.whole * self.F[stage] + share.selective * self.selective[stage]
 
-        def longer(times: Sequence[float]) -> tuple[float, ...]:
-            return tuple(time + share * forward for time, share, forward in zip(times, part, self.F, strict=True))
+    def recomputed(
+        self, much: Mapping[int, Share], inputs: Sequence[float], again: Sequence[float], cheap: Sequence[float]
+    ) -> "StageCosts":
+        """Return costs in which such shares of stages are recomputed in I and B.
 
-        keeps, works = list(self.keeps), list(self.works)
+        A stage then keeps its input, or ``cheap`` if it is recomputed selectively.
+        """
+        i, b, keeps, works = list(self.I), list(self.B), list(self.keeps), list(self.works)
         for stage, share in much.items():
             kept, small, most = self.keeps[stage], inputs[stage], again[stage]
-            keeps[stage] = small if share == 1 else kept + share * (small - kept)
+            i[stage] += self.longer(stage, share)
+            b[stage] += self.longer(stage, share)
+            less = share.whole * (kept - small) + share.selective * (kept - cheap[stage])
+            keeps[stage] = small if share.whole == 1 else kept - less
             # What comes back is no more than was not kept; one block at a time, and it may be less.
-            works[stage] = min(max(0.0, most - small), share * max(0.0, kept - small) + max(0.0, most - kept))
-        return replace(self, I=longer(self.I), B=longer(self.B), keeps=tuple(keeps), works=tuple(works))
+            works[stage] = min(max(0.0, most - small), max(0.0, less) + max(0.0, most - kept))
+        return replace(self, I=tuple(i), B=tuple(b), keeps=tuple(keeps), works=tuple(works))
 
     def joined(self) -> "StageCosts":
         """Return costs in which I and W together take no longer than B, and no action longer than if overlapped.
@@ -160,6 +172,10 @@ class Costs:
             otherwise, unless given. One number, or one for each stage.
         memory_offloaded: what stays on the rank of a microbatch that is offloaded, in units; one number, or one for
             each stage.
+        selective: how much longer a backward takes if all blocks of a stage are recomputed selectively: one number, or
+            one for each stage. A fifth of F unless given.
+        memory_selective: what F of such a stage keeps, in units; one number, or one for each stage. A search recomputes
+            selectively only if this is given, and if that frees more in its time than whole blocks would.
         blocks: of how many equal blocks a stage consists, of which a search may recompute some; one number, or one for
             each stage. With 1, it recomputes all of a stage or nothing; with 0, nothing.
 
@@ -186,11 +202,13 @@ class Costs:
     overlap: float | Sequence[float] = 1.0
     blocks: int | Sequence[int] = 1
     turn: float = 0.0
+    selective: float | Sequence[float] | None = None
+    memory_selective: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         lengths: dict[str, int] = {}
         for name in _PER_STAGE:
-            if getattr(self, name) is None and name in ("B", "memory_again"):
+            if getattr(self, name) is None and name in _OPTIONAL:
                 continue
             value = _frozen(name, getattr(self, name))
             object.__setattr__(self, name, value)
@@ -260,24 +278,34 @@ class Costs:
         )
         return max(f, i)
 
-    def levels(self, num_stages: int) -> tuple[tuple[float, ...], ...]:
-        """Return for each of so many stages the shares that a search may recompute, at most four: some of its blocks.
+    def levels(self, num_stages: int) -> tuple[tuple[Share, ...], ...]:
+        """Return for each of so many stages the shares that a search may recompute, at most six: some of its blocks.
 
         Example:
-            >>> Costs(blocks=(1, 2, 8)).levels(3)
-            ((1.0,), (0.5, 1.0), (0.25, 0.5, 0.75, 1.0))
+            >>> [[share.whole for share in each] for each in Costs(blocks=(1, 2, 8)).levels(3)]
+            [[1.0], [0.5, 1.0], [0.25, 0.5, 0.75, 1.0]]
 
         Raises:
             ScheduleError: there are numbers for another number of stages.
         """
         blocks = self.blocks if isinstance(self.blocks, Sequence) else (self.blocks,) * num_stages
-        if len(blocks) != num_stages:
-            raise ScheduleError(
-                f"blocks must have one number for each of the {num_stages} stages",
-                got=f"{len(blocks)}",
-                fix=f"pass {num_stages} numbers, or one number for all",
-            )
-        return tuple(map(levels, blocks))
+        for name, each in (("blocks", blocks), ("memory_selective", self.memory_selective), ("F", self.F)):
+            if isinstance(each, Sequence) and len(each) != num_stages:
+                raise ScheduleError(
+                    f"{name} must have one number for each of the {num_stages} stages",
+                    got=f"{len(each)}",
+                    fix=f"pass {num_stages} numbers, or one number for all",
+                )
+        return tuple(levels(count, selective=self._frees_cheaply(stage)) for stage, count in enumerate(blocks))
+
+    def _frees_cheaply(self, stage: int) -> bool:
+        """Return whether a stage that is recomputed selectively frees more in its time than one that runs again."""
+        if self.memory_selective is None:
+            return False
+        amounts = self.F, self.memory_after_F, self.memory_input, self.memory_selective
+        f, kept, small, rest = (each[stage] if isinstance(each, Sequence) else each for each in amounts)
+        time = self.selective[stage] if isinstance(self.selective, Sequence) else self.selective
+        return (kept - rest) * f > max(0.0, kept - small) * (_CHEAP * f if time is None else time) + EPSILON
 
     def per_stage(self, placement: Placement, recompute: Collection[Again] = (), copies: int = 1) -> StageCosts:
         """Return one number for each stage of ``placement``, of which those in ``recompute`` are recomputed.
@@ -322,11 +350,13 @@ class Costs:
             offload=resolve("offload"),
             away=resolve("memory_offloaded"),
             overlap=resolve("overlap"),
+            selective=tuple(_CHEAP * time for time in f) if self.selective is None else resolve("selective"),
         )
         if not recompute:
             return plain
         again = plain.keeps if self.memory_again is None else resolve("memory_again")
-        return plain.recomputed(shares_of(recompute), resolve("memory_input"), again)
+        cheap = plain.keeps if self.memory_selective is None else resolve("memory_selective")
+        return plain.recomputed(shares_of(recompute), resolve("memory_input"), again, cheap)
 
 
 def _amount(name: str, value: object) -> float:

@@ -71,7 +71,8 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
     for stage, share in shares(schedule.recompute).items():  # costs are those of a stage that is not recomputed
         for op in "IB":
             if (op, stage) in seen:
-                seen[op, stage] = max(0.0, seen[op, stage] - share * seen["F", stage])
+                once_more = share.whole * seen["F", stage] + share.selective * expected.selective[stage]
+                seen[op, stage] = max(0.0, seen[op, stage] - once_more)
     i, w, b = zip(*(_backward(seen, stage, expected) for stage in range(schedule.num_stages)), strict=True)
     f = tuple(seen["F", stage] for stage in range(schedule.num_stages))
     return replace(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Overlap, Upkeep
-from sternway.schedule._again import Recompute, checked_recompute, shares
+from sternway.schedule._again import Recompute, Share, checked_recompute, shares
 from sternway.schedule._costs import Costs, Placement
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ class Schedule:
         placement: for each rank, the stages that it holds.
         actions: for each rank, its actions in order; for sharded stages, also their upkeep (see ``sharded``).
         recompute: the stages that keep their inputs alone, and run their forward again at the start of I or B; or such
-            as ``(1, 0.5)`` for half of the blocks of stage 1.
+            as ``(1, 0.5)`` for half of the blocks of stage 1, and ``(1, 0.5, 0.25)`` with a quarter selectively: these
+            keep what products, convolutions and attention computed, and do the rest again.
         copies: how often the model is held. With 2, stages 0 to n/2 - 1 are one copy and run the first half of the
             microbatches; stages n/2 to n - 1 are the same layers again, and run the second half.
 
@@ -145,7 +146,7 @@ class Schedule:
         return frozenset(step.stage for step in upkeep if step.op == "UNSHARD")
 
     @property
-    def shares(self) -> dict[int, float]:
+    def shares(self) -> dict[int, Share]:
         """The share of each stage that is recomputed, of those of which something is."""
         return shares(self.recompute)
 

@@ -1,27 +1,30 @@
-"""The blocks that a model repeats, of which a stage may compute all or some again in the backward.
+"""The blocks that a model repeats, of which a stage may compute all or some again in the backward, or what is cheap.
 
 Of a stage that recomputes some, these are the first: in the backward they come last, when what the others kept is
-already freed.
+already freed. Those that are recomputed selectively come after those that are recomputed whole.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import nn
 
-from sternway.errors import PipelineError
+from sternway.errors import PipelineError, SavedError
 from sternway.pipeline.build._partition import Layout
 from sternway.pipeline.build._weigh import StageWeight
 from sternway.pipeline.step._again import RecomputedForward
-from sternway.schedule import Costs
+from sternway.schedule import Share
 
 STATEFUL = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 """What changes a buffer in its forward: to run it again would change that twice."""
 
-Levels = Sequence[Mapping[int, StageWeight]]
+Count = tuple[int, int]
+"""How many blocks of a stage are recomputed, whole and selectively."""
+
+Levels = Sequence[Mapping[Count, StageWeight]]
 """For each stage, what it takes if so many of its blocks are recomputed; nothing if it has none that can be."""
 
 
@@ -38,7 +41,7 @@ def blocks_of(model: nn.Module, layout: Layout, starts: Sequence[int]) -> list[l
 
 
 def recompute_stages(
-    model: nn.Module, layout: Layout, starts: Sequence[int], much: Mapping[int, float], *, randomly: bool = True
+    model: nn.Module, layout: Layout, starts: Sequence[int], much: Mapping[int, Share], *, randomly: bool = True
 ) -> None:
     """Recompute such shares of the blocks of some stages, of those that begin at ``starts``.
 
@@ -61,19 +64,22 @@ def recompute_stages(
                 got=f"stage {stage} of {', '.join(sorted(names))}",
                 fix="leave it out of the schedule's recompute, or use torch.utils.checkpoint in the model",
             )
-        for block in blocks[stage][: counted(share, len(blocks[stage]))]:
+        whole, some = counted(share, len(blocks[stage]))
+        for place, block in enumerate(blocks[stage][: whole + some]):
             if not isinstance(vars(block).get("forward"), RecomputedForward):  # of an earlier stage, too
-                block.forward = RecomputedForward(block, block.forward, randomly=randomly)
+                block.forward = RecomputedForward(block, block.forward, randomly=randomly, selective=place >= whole)
 
 
-def counted(share: float, blocks: int) -> int:
+def counted(share: Share, blocks: int) -> Count:
     """How many of so many blocks a share is: one at least."""
-    return max(1, round(share * blocks)) if blocks else 0
+    whole = max(round(share.whole * blocks), 0 if share.selective else min(1, blocks))
+    some = max(round(share.selective * blocks), 0 if whole else 1) if share.selective else 0
+    return whole, min(some, blocks - whole)
 
 
 @contextmanager
 def recomputing(
-    model: nn.Module, layout: Layout, starts: Sequence[int], much: Mapping[int, float], *, randomly: bool = True
+    model: nn.Module, layout: Layout, starts: Sequence[int], much: Mapping[int, Share], *, randomly: bool = True
 ) -> Iterator[None]:
     """A block in which ``recompute_stages`` is in effect."""
     before = [(module, vars(module).get("forward")) for module in model.modules()]
@@ -94,8 +100,7 @@ def weigh_again(
     plain: Sequence[StageWeight],
     weighed: Callable[[], list[StageWeight]],
     *,
-    asked: Mapping[int, float] | None = None,
-    some: bool = True,
+    wanted: Sequence[Collection[Share]] | None = None,
     known: Levels | None = None,
 ) -> Levels:
     """What stages take with blocks recomputed; nothing if they cannot run again.
@@ -106,24 +111,25 @@ def weigh_again(
         starts: where its stages begin.
         plain: what they take if nothing is recomputed.
         weighed: weighs them as they are now.
-        asked: shares of stages that a schedule recomputes.
-        some: whether to weigh all numbers of blocks that a search may choose, or only all blocks of each stage.
+        wanted: the shares of each stage; by default all of its blocks, whole and selectively.
         known: what was weighed before.
     """
     numbers = [len(blocks) for blocks in blocks_of(model, layout, starts)]
     found = [dict(each) for each in known] if known is not None else [{} for _ in starts]
     rows = []
-    for stage, (blocks, levels) in enumerate(zip(numbers, Costs(blocks=numbers).levels(len(numbers)), strict=True)):
-        shares = {*levels[0 if some else -1 :], (asked or {}).get(stage, 0.0)}
-        rows.append(sorted({counted(share, blocks) for share in shares if share} - found[stage].keys()))
+    for stage, blocks in enumerate(numbers):
+        shares = (Share(0.0, 1.0), Share(1.0)) if wanted is None else wanted[stage]
+        rows.append(sorted({counted(share, blocks) for share in shares if blocks} - found[stage].keys()))
     for turn in range(max(map(len, rows))):
         chosen = {stage: row[min(turn, len(row) - 1)] for stage, row in enumerate(rows) if row}
-        much = {stage: count / numbers[stage] for stage, count in chosen.items()}
+        much = {stage: Share(*(each / numbers[stage] for each in count)) for stage, count in chosen.items()}
         try:
             with recomputing(model, layout, starts, much, randomly=False):
                 weights = weighed()
         except PipelineError:  # from blocks that cannot run again, since as they are they ran
             return [{} for _ in starts]
+        except SavedError:  # from blocks that do not multiply the same each time: they can run again as a whole only
+            continue
         for stage, count in chosen.items():
             found[stage][count] = weights[stage]
     # Where all blocks together hold what they held, there is nothing to choose.

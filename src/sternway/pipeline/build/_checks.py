@@ -156,10 +156,11 @@ def _check_mesh_of(name: str, parameter: DTensor, mesh: PipelineMesh | None, by_
 def check_recompute(plan: BuildPlan, cuda_graphs: bool) -> None:
     """Raise if a stage that was passed as it is cannot run its forward twice."""
     for index, share in plan.schedule.shares.items() if plan.cut is None else ():
-        if share < 1:
+        if share.whole < 1:
+            some = f"{share.whole:g} of stage {index}" + (f", {share.selective:g} selectively" * bool(share.selective))
             raise PipelineError(
                 "a stage that was passed as it is can be recomputed as a whole, not in part",
-                got=f"{share:g} of stage {index}",
+                got=some,
                 fix=f"pass the whole model, or recompute={index}, or use torch.utils.checkpoint inside the stage",
             )
         modules = list(plan.modules[index].modules()) if index in plan.modules else []

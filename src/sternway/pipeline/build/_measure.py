@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from torch import nn
 
 from sternway._storage import storage_bytes
+from sternway.errors import SternwayError
+from sternway.pipeline.build._blocks import blocks_of, recomputing
 from sternway.pipeline.build._link import LinkSpeed
 from sternway.pipeline.build._partition import Layout
 from sternway.pipeline.build._profile import Profile, profile
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.transport._crew import Outcome
 from sternway.pipeline.transport._transport import Transport
-from sternway.schedule import Costs
+from sternway.schedule import Costs, Share
 
 
 def measure(request: BuildRequest, model: nn.Module, layout: Layout, transport: Transport) -> Profile | None:
@@ -27,13 +30,35 @@ def measure(request: BuildRequest, model: nn.Module, layout: Layout, transport: 
         if request.sample is None:
             return None
         loss_fn = request.loss_fn if request.sample_target is not None else None
-        calls = layout.cut(model, range(len(layout.names))).parts()
-        found = profile(calls, request.sample, loss_fn=loss_fn, target=request.sample_target)
-        return replace(found, names=tuple(layout.names))
+        starts = range(len(layout.names))
+
+        def timed() -> Profile:
+            calls = layout.cut(model, starts).parts()
+            return profile(calls, request.sample, loss_fn=loss_fn, target=request.sample_target)
+
+        found = replace(timed(), names=tuple(layout.names))
+        if request.memory is None:
+            return found
+        much = {place: Share(0.0, 1.0) for place, blocks in enumerate(blocks_of(model, layout, starts)) if blocks}
+        try:
+            with recomputing(model, layout, starts, much):
+                again = timed()
+        except SternwayError:  # from blocks that cannot run again
+            return found
+        return replace(found, selective=_longer(found, again, much))
 
     crew = transport.crew() if request.everyone is None else transport.crew_apart(request.everyone)
     found = crew.share(Outcome(run))[0].result()
     return None if found is None else replace(found, comm=crew.share(transport.delay(max(found.sent_bytes)))[0])
+
+
+def _longer(plain: Profile, again: Profile, places: Collection[int]) -> tuple[float, ...]:
+    """How much longer F and B of some modules take than they did."""
+    both = [[f + b for f, b in zip(each.F, each.B, strict=True)] for each in (plain, again)]
+    return tuple(
+        max(0.0, later - before) if place in places else 0.0
+        for place, (before, later) in enumerate(zip(*both, strict=True))
+    )
 
 
 def agreed_costs(

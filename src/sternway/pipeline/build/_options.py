@@ -79,7 +79,7 @@ def draft_plans(request: BuildRequest, transport: Transport) -> Draft | None:
     costs_of = agreed_costs(request, model, layout, ways, measured, transport)
     if request.memory is None:
         return Draft(layout, measured, _agreed_options(request, ways, costs_of, [None] * len(ways), transport))
-    found = _agreed_rooms(request, model, layout, ways, transport)
+    found = _agreed_rooms(request, model, layout, ways, costs_of, transport)
     options = _agreed_options(request, ways, costs_of, found, transport)
     fitting = [option for option in options if option.room is not None and option.room.fits(option.schedule)]
     if not fitting:
@@ -268,7 +268,12 @@ def _option(request: BuildRequest, starts: list[int], costs: Costs, room: Room |
 
 
 def _agreed_rooms(
-    request: BuildRequest, model: nn.Module, layout: Layout, ways: list[list[int]], transport: Transport
+    request: BuildRequest,
+    model: nn.Module,
+    layout: Layout,
+    ways: list[list[int]],
+    costs_of: Sequence[Costs],
+    transport: Transport,
 ) -> list[Room]:
     """What the first rank counts, on all ranks, so that all decide alike."""
     assert request.memory is not None
@@ -279,7 +284,7 @@ def _agreed_rooms(
             raise PipelineError("memory needs a sample, on the first rank", got="none", fix="pass sample=")
         sample, target, loss_fn, shards = request.sample, request.sample_target, request.loss_fn, request.shards
         asked = request.schedule.shares if isinstance(request.schedule, Schedule) else {}
-        return rooms(model, layout, ways, limit, sample, target, loss_fn, shards, rate, asked)
+        return rooms(model, layout, ways, limit, sample, target, loss_fn, shards, rate, asked, costs_of)
 
     if not transport.mine:
         return count()

@@ -52,6 +52,8 @@ class Profile:
         bytes_after_I: bytes that are still kept after I, for W.
         sent_bytes: bytes that the stage sends to the next.
         comm: seconds that a message takes. A ``Pipeline`` measures it; ``profile``, in one process, cannot.
+        selective: seconds that F and B take longer if blocks are recomputed selectively. A ``Pipeline`` measures that
+            if its memory is limited.
     """
 
     names: tuple[str, ...]
@@ -63,6 +65,7 @@ class Profile:
     bytes_after_I: tuple[int, ...]  # noqa: N815
     sent_bytes: tuple[int, ...]
     comm: float = 0.0
+    selective: tuple[float, ...] | None = None
 
     def __repr__(self) -> str:
         rows = [("stage", "F ms", "I ms", "W ms", "B ms", "kept after F", "after I", "sent")]
@@ -96,6 +99,7 @@ class Profile:
             B=self.B if gains else None,
             comm=self.comm,
             memory_after_I=sum(self.bytes_after_I) / kept if kept else 1.0,
+            selective=self.selective,
         )
 
     @property
@@ -121,6 +125,7 @@ class Profile:
             bytes_after_I=total(self.bytes_after_I),
             sent_bytes=tuple(self.sent_bytes[end - 1] for end in ends),
             comm=self.comm,
+            selective=None if self.selective is None else total(self.selective),
         )
 
 

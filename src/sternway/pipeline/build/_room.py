@@ -26,7 +26,7 @@ from sternway.pipeline.build._shadow import blank, own_or_total, shadow
 from sternway.pipeline.build._weigh import StageWeight, weigh
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn
-from sternway.schedule import Costs, Schedule, fuse, make, names, offloaded, recomputed, sharded
+from sternway.schedule import Costs, Schedule, Share, fuse, make, names, offloaded, recomputed, sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Room:
         found = list(self.weights)
         for stage, share in plan.shares.items():
             counts = self.again[stage]
-            found[stage] = counts[counted(share, max(counts))] if counts else found[stage]
+            found[stage] = counts[counted(share, max(counts)[0])] if counts else found[stage]
         return found
 
     @property
@@ -73,9 +73,27 @@ class Room:
 
     def recomputes(self, plan: Schedule) -> str:
         """What of the blocks a plan recomputes; nothing if it recomputes none."""
-        blocks = [max(counts, default=0) for counts in self.again]
-        some = sum(counted(share, blocks[stage]) for stage, share in plan.shares.items())
-        return "" if not some else "blocks" if some == sum(blocks) else f"{some} of {sum(blocks)} blocks"
+        blocks = self._blocks()
+        counts = [counted(share, blocks[stage]) for stage, share in plan.shares.items() if blocks[stage]]
+        words = []
+        for some, how in zip(map(sum, zip(*counts, strict=True)), ("", " selectively"), strict=False):
+            whole = "blocks" if some == sum(blocks) else f"{some} of {sum(blocks)} blocks"
+            words += [whole + how] if some else []
+        return " and ".join(words)
+
+    @property
+    def selective(self) -> tuple[tuple[int, float, float], ...]:
+        """The stages of which all blocks can be recomputed selectively, and then keep less."""
+        found = []
+        for stage in self.everything:
+            some = self.again[stage].get((0, self._blocks()[stage]))
+            if some is not None and some.actions["F"].left < self.weights[stage].actions["F"].left:
+                found.append((stage, 0.0, 1.0))
+        return tuple(found)
+
+    def _blocks(self) -> list[int]:
+        """How many blocks of each stage can be recomputed."""
+        return [max(counts, default=(0, 0))[0] for counts in self.again]
 
     def nearest(self, plan: Schedule, costs: Costs) -> Schedule | None:
         """The fastest named schedule of as many stages that fits, with as little recomputed as that takes."""
@@ -117,8 +135,13 @@ class Room:
         backward = [each.actions["B"].peak for each in most]
         beyond = [max(0, peak - _working(each)) for peak, each in zip(backward, self.weights, strict=True)]
         whole = [sum(both) for both in zip(inputs, beyond, strict=True)]
-        blocks = [max(counts, default=0) for counts in self.again]
-        return replace(costs, memory_input=units(inputs), memory_again=units(whole), blocks=blocks)
+        costs = replace(costs, memory_input=units(inputs), memory_again=units(whole), blocks=self._blocks())
+        if any(counts and (0, max(counts)[0]) not in counts for counts in self.again):
+            return costs
+        some = [
+            counts[0, max(counts)[0]] if counts else own for counts, own in zip(self.again, self.weights, strict=True)
+        ]
+        return replace(costs, memory_selective=units(each.actions["F"].left for each in some))
 
     def limits(self, plan: Schedule, costs: Costs) -> list[float]:
         """What each rank of a plan has left for what its stages keep, in units of these costs."""
@@ -229,9 +252,13 @@ def rooms(
     loss_fn: LossFn | None,
     shards: Shards | None = None,
     rate: float | None = None,
-    asked: Mapping[int, float] | None = None,
+    asked: Mapping[int, Share] | None = None,
+    costs_of: Sequence[Costs] | None = None,
 ) -> list[Room]:
-    """For each way to cut the model, the room of its stages; ``asked`` are shares that a schedule recomputes."""
+    """For each way to cut the model, the room of its stages.
+
+    ``asked`` are shares that a schedule recomputes, and ``costs_of`` what stages cost, by which others are chosen.
+    """
     with without_memory():
         made = shadow(model)
         arguments, keywords = arguments_of(replace_leaves(blank, sample))
@@ -239,11 +266,15 @@ def rooms(
         loss = loss_fn if loss_fn is not None and target is not None else own_or_total
 
         found = []
-        for way in ways:
+        for number, way in enumerate(ways):
             weighed = partial(_weighed, made, layout, way, microbatch, loss)
             plain = weighed()
-            again = weigh_again(made, layout, way, plain, weighed, asked=asked)
-            found.append(Room(limit, plain, again, shards, rate))
+            again = partial(weigh_again, made, layout, way, plain, weighed)
+            room = Room(limit, plain, again(), shards, rate)
+            levels = room.costs(Costs() if costs_of is None else costs_of[number], 1).levels(len(way))
+            extra = {stage: (share,) for stage, share in (asked or {}).items()}
+            wanted = [(*shares, *extra.get(stage, ())) for stage, shares in enumerate(levels)]
+            found.append(replace(room, again=again(wanted=wanted, known=room.again)))
     return found
 
 

@@ -117,16 +117,18 @@ class WaysToTrain:
         again = partial(weigh_again, self._model, self.layout, starts, plain, weighed)
         limit, rate = (0, None) if self._limit is None else (self._limit, math.inf)
         shards, rate = (self._shards, None) if self._shards.count > 1 else (None, rate)
-        room = Room(limit, plain, again(some=False), shards, rate, self._kept)
+        room = Room(limit, plain, again(), shards, rate, self._kept)
         if self._limit is None or not any(not room.fits(each) and room.fits(_most(room, each)) for each in plans):
             return room
-        return replace(room, again=again(known=room.again))
+        levels = room.costs(_costs(plain), 1).levels(len(starts))
+        return replace(room, again=again(wanted=levels, known=room.again))
 
     def _ways(self, room: Room, plan: Schedule, costs: Costs) -> Iterator[Way]:
-        """A schedule as it is, with all blocks recomputed and with as few as fit, and with microbatches offloaded."""
+        """A schedule as it is, with blocks recomputed (all, all selectively, and as little as fits), or offloaded."""
         most = _most(room, plan)
+        cheap = replace(plan, recompute=room.selective)
         fewest = recomputed(most, costs, fits=room.rank_fits) if self._limit and room.fits(most) else most
-        for each in {way.recompute: way for way in (plan, most, fewest)}.values():
+        for each in {way.recompute: way for way in (plan, cheap, most, fewest)}.values():
             way = self._way(room, each)
             yield way
             if self._limit is not None and way.peak > self._limit:
@@ -139,8 +141,10 @@ class WaysToTrain:
         ideal = sum(each.actions[op].flops for each in room.weights for op in ("F", "I", "W"))
         weights = room.chosen(plan)
         moved = [sum(weights[stage].moved for stage, _ in plan.moved(rank)) for rank in range(plan.ranks)]
-        # The operations that are done again have been counted, so nothing is to be added for them.
-        period = replace(plan, recompute=()).simulate(_costs(weights)).period
+        # The operations that are done again have been counted. Cheap ones are not, so these are to be added.
+        some = plan.shares.items()
+        cheap = tuple((stage, 0.0, share.selective) for stage, share in some if share.selective)
+        period = replace(plan, recompute=cheap).simulate(_costs(weights)).period
         time = period / (ideal * plan.n_microbatches / plan.ranks)
         ranks = room.ranks(plan)
         fullest = max(ranks, key=lambda rank: rank.total)

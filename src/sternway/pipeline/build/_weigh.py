@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from sternway import saved
 from sternway._storage import storage_bytes, storage_sizes
 from sternway._torch.memory import OperationCounter
 from sternway.pipeline.step._microbatch import Microbatch
@@ -122,7 +123,11 @@ def weigh(parts: Sequence[nn.Module], microbatch: Microbatch, loss_fn: LossFn | 
 
 def _looks(part: nn.Module, received: dict[str, Spec], is_last: bool) -> Any:
     """What decides how much a stage takes: modules, which are recomputed, parameters' shapes, and what it receives."""
-    modules = tuple((type(module).__qualname__, "forward" in vars(module)) for module in part.modules())
+    again = (vars(module).get("forward") for module in part.modules())
+    modules = tuple(
+        (type(module).__qualname__, forward is not None, getattr(forward, "selective", False))
+        for module, forward in zip(part.modules(), again, strict=True)
+    )
     tensors = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in (*part.parameters(), *part.buffers()))
     return modules, tensors, tuple((name, spec.tensors) for name, spec in received.items()), is_last
 
@@ -172,22 +177,22 @@ class _Scale:
 
     def _moves(self) -> tuple[int, int, tuple[LargeTensor, ...]]:
         """The bytes that leave the device with a microbatch, those that go at once, and the largest tensors of them."""
-        saved: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         looks: dict[int, LargeTensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             for key, size in storage_sizes([tensor]).items():
-                saved[key] = size
+                sizes[key] = size
                 looks[key] = replace(LargeTensor.of("activation", tensor), nbytes=size)
             return tensor.detach()
 
         received = self._arriving()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved.keep(), saved.Hooks(pack, lambda tensor: tensor):  # which see what selective blocks keep, too
             sent = self._stage.forward(0, self._microbatch, received, keep_output=False)
         module = self._stage.module
         anyway = [*tensors_anyway(self._microbatch, received), *self._stage.held_by_name()]
         own = storage_sizes((*module.parameters(), *anyway))
-        moved = {key: size for key, size in saved.items() if key not in own}
+        moved = {key: size for key, size in sizes.items() if key not in own}
         stays = storage_sizes(tensor for _, tensors in sent.values() for tensor in tensors)
         self._stage.clear()
         kept = largest_of(looks[key] for key in moved)

@@ -9,18 +9,20 @@ numpy, with which a forward may choose to skip a layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from sternway import saved
 from sternway._torch.memory import same_values
 from sternway._torch.tensors import version_of
 from sternway._tree import leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._python_random import PythonRandom
+from sternway.pipeline.step._selective import is_kept
 
 _Name = tuple[int, str]
 _MISSING: Any = object()
@@ -36,23 +38,28 @@ class RecomputedForward:
         module: whose buffers the call may change.
         call: its forward.
         randomly: whether random numbers are the same again, as dropout needs.
+        selective: whether it keeps the results of expensive operations, too, and does only the others again.
     """
 
-    def __init__(self, module: nn.Module, call: Callable[..., Any], *, randomly: bool = True) -> None:
-        self._module, self._call, self._randomly = module, call, randomly
+    def __init__(
+        self, module: nn.Module, call: Callable[..., Any], *, randomly: bool = True, selective: bool = False
+    ) -> None:
+        self._module, self._call, self._randomly, self.selective = module, call, randomly, selective
         self._changing: dict[bool, frozenset[str]] = {}  # buffers that calls change, in training and in evaluation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._call(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler keeps changes apart from what it computes again
+        if (
+            torch.compiler.is_compiling()
+        ):  # the compiler keeps changes apart from what it computes again, and chooses that
             return self._checkpoint(args, kwargs)
         given = _tensors([args, kwargs])
         versions = _versions(given)
         mode = self._module.training
         before = _Before(self._module, self._changing.get(mode), _tensors([*map(_container, args), kwargs]))
         drawn = PythonRandom() if self._randomly else None
-        output = self._checkpoint(args, kwargs, lambda: (nullcontext(), before))
+        output = self._checkpoint(args, kwargs, lambda: self._contexts(before))
         before.drawn = drawn if drawn is not None and drawn.has_drawn() else None
         if versions != _versions(given):
             raise PipelineError(
@@ -64,11 +71,33 @@ class RecomputedForward:
         self._changing.setdefault(mode, frozenset(before.values))
         return output
 
+    def _contexts(self, before: _Before) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        if not self.selective:
+            return nullcontext(), before
+        first, second = saved.recompute(is_kept)()
+        return first, _Nested(before, second)
+
     def _checkpoint(self, args: tuple[Any, ...], kwargs: dict[str, Any], contexts: Any = None) -> Any:
         options = {} if contexts is None else {"context_fn": contexts}
         return checkpoint(
             self._call, *args, use_reentrant=False, preserve_rng_state=self._randomly, **options, **kwargs
         )  # fmt: skip
+
+
+class _Nested:
+    """A block in two others."""
+
+    def __init__(self, *blocks: AbstractContextManager[Any]) -> None:
+        self._blocks, self._entered = blocks, ExitStack()
+
+    def __enter__(self) -> None:
+        with ExitStack() as entered:
+            for block in self._blocks:
+                entered.enter_context(block)
+            self._entered = entered.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
 
 
 class _Before:

@@ -3,6 +3,10 @@
 ``torch.utils.checkpoint`` saves the inputs of its region through the active saved-tensor hooks, so our policies move or
 encode them already. What torch's selective contexts keep inside the region is kept in a dictionary of their own, where
 no hook sees it. The contexts here keep the same, packed by the policies.
+
+torch's contexts fail where the second run does something that the first did not: under autocast, the first found the
+weights cast already. They also fail where a kept result is changed in place. Here only kept operators must be the same
+in both runs, and a result that was changed is computed again, as all others are.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from sternway._torch import require
-from sternway._torch.saved_hooks import intercept, is_operator
-from sternway._tree import replace_leaves
+from sternway._torch.saved_hooks import counting_writes, intercept, is_operator
+from sternway._tree import leaves, replace_leaves
 from sternway.errors import SavedError
 from sternway.saved._pack import Packed, pack_under
 from sternway.saved._policy import PolicyStack, active
@@ -90,7 +94,10 @@ class _Region:
         return out
 
     def _pack(self, value: Any) -> Any:
-        return pack_under(self._stack, value) if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        with counting_writes():
+            return pack_under(self._stack, value)
 
     def _replay(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """In the backward: take the results that were kept, and compute the others again."""
@@ -105,6 +112,8 @@ class _Region:
                 fix="run one backward, and make the region do the same each time",
             )
         result, kept[place] = kept[place], None
+        if any(isinstance(leaf, Packed) and leaf.is_changed for leaf in leaves(result)):
+            return operator(*args, **kwargs)
         return replace_leaves(_unpack, result)
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from sternway.schedule._again import Recompute, shares
+from sternway.schedule._again import NOTHING, Recompute, Share, shares
 from sternway.schedule._costs import Costs, Placement
 
 _ALL = 2**8
@@ -38,21 +38,22 @@ def everything(costs: Costs, num_stages: int) -> Recompute:
     return tuple(stage for stage, some in enumerate(costs.levels(num_stages)) if some)
 
 
-def amount(choice: Recompute) -> float:
+def amount(choice: Recompute) -> Share:
     """Return how much is recomputed, in stages."""
-    return math.fsum(shares(choice).values())
+    each = shares(choice).values()
+    return Share(math.fsum(share.whole for share in each), math.fsum(share.selective for share in each))
 
 
-def _levels(placement: Placement, costs: Costs) -> list[tuple[float, ...]]:
+def _levels(placement: Placement, costs: Costs) -> list[tuple[Share, ...]]:
     """Return for each stage the shares that can be recomputed, from none on."""
-    return [(0.0, *some) for some in costs.levels(sum(map(len, placement)))]
+    return [(NOTHING, *some) for some in costs.levels(sum(map(len, placement)))]
 
 
-def _choice(chosen: Iterator[tuple[int, float]]) -> Recompute:
-    return tuple(stage if share == 1 else (stage, share) for stage, share in chosen if share)
+def _choice(chosen: Iterator[tuple[int, Share]]) -> Recompute:
+    return tuple(share.of(stage) for stage, share in chosen if share != NOTHING)
 
 
-def _alike(placement: Placement, each: Sequence[Sequence[float]]) -> Iterator[Recompute]:
+def _alike(placement: Placement, each: Sequence[Sequence[Share]]) -> Iterator[Recompute]:
     """Yield choices in which the first ranks recompute as much of stages in the same places, such as their first."""
     places = range(max(map(len, placement)))
     some = [
@@ -60,7 +61,7 @@ def _alike(placement: Placement, each: Sequence[Sequence[float]]) -> Iterator[Re
         for which in product((False, True), repeat=min(len(places), 4))
         if len(places) <= 4
     ] or [[place] for place in places]
-    steps = sorted({share for shares_of in each for share in shares_of if share})
+    steps = sorted({share for shares_of in each for share in shares_of if share != NOTHING})
     for ranks in range(1, len(placement) + 1):
         for which, most in product([*some, list(places)], steps):
             held = [sorted(stages) for stages in placement[:ranks]]

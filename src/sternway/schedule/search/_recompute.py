@@ -10,9 +10,9 @@ is usual, pays for memory where there is enough (arXiv 2402.16831 and others fin
           r  r  .  .       36         37        the best
           r  .  .  .       38          -        cannot be better: not searched
 
-A stage of several blocks may recompute some of them. Of large problems not all choices are searched: those that look
-best at a glance are, and what looks better when some stages recompute more or less. Then as little is recomputed as
-their order of actions has room for (``recomputed``).
+A stage of several blocks may recompute some of them, whole or selectively (``_again``). Of large problems not all
+choices are searched: those that look best at a glance are, and what looks better when some stages recompute more or
+less. Then as little is recomputed as their order of actions has room for (``recomputed``).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ from functools import partial
 from itertools import islice
 
 from sternway.errors import ScheduleError
-from sternway.schedule._again import Recompute, shares, with_share
+from sternway.schedule._again import NOTHING, Recompute, Share, shares, with_share
 from sternway.schedule._costs import EPSILON, Costs, Placement
 from sternway.schedule._memory import peak
 from sternway.schedule._schedule import Schedule
@@ -31,7 +31,8 @@ from sternway.schedule.search._hunt import Progress, glance, part_of
 from sternway.schedule.search._lower_bound import bound
 from sternway.schedule.search._problem import Limit, Problem, resolve
 
-Levels = tuple[float, ...]
+Levels = tuple[Share, ...]
+_Found = tuple[tuple[float, float], Share, Schedule]  # how long it takes, how much is recomputed, and the plan
 _TINY = 32  # stages times microbatches: up to this, every choice is searched that its bound does not rule out
 _GLANCES, _SEARCHED = 12, 2  # of larger problems, how many choices are looked at, and how many searched
 
@@ -62,7 +63,7 @@ def best_choice(
     tiny = sum(map(len, placement)) * microbatches <= _TINY
     if not tiny:
         order = _promising(order, least, posed, costs.levels(sum(map(len, placement))))
-    found: list[tuple[tuple[float, float], float, Schedule]] = []
+    found: list[_Found] = []
     for number, choice in enumerate(order):
         # Of a large problem, less may be recomputed than was chosen, for which this is no bound.
         if not found or not tiny or least[choice] < min(found, key=_rank)[0][0] * (1 - EPSILON):
@@ -97,8 +98,8 @@ def _promising(
 def _nearby(choice: Recompute, span: float, posed: Callable[..., Problem], levels: Sequence[Levels]) -> Recompute:
     """Return a choice that looks better at a glance: stage by stage, more or less is recomputed."""
     for stage, each in enumerate(levels):
-        steps = (0.0, *each)
-        place = steps.index(shares(choice).get(stage, 0.0))
+        steps = (NOTHING, *each)
+        place = steps.index(shares(choice).get(stage, NOTHING))
         for share in (*steps[:place], *steps[place + 1 :]):
             other = with_share(choice, stage, share)
             try:
@@ -110,7 +111,7 @@ def _nearby(choice: Recompute, span: float, posed: Callable[..., Problem], level
     return choice
 
 
-def _rank(found: tuple[tuple[float, float], float, Schedule]) -> tuple[tuple[float, float], float]:
+def _rank(found: _Found) -> tuple[tuple[float, float], Share]:
     """What is best: the shortest; among equals, the one that recomputes least."""
     return found[0], found[1]
 
@@ -148,7 +149,7 @@ def recomputed(
     levels, forwards = costs.levels(schedule.num_stages), costs.per_stage(schedule.placement).F
     found = schedule.shares
     for stage in sorted(found, key=lambda stage: -forwards[stage]):
-        for share in (0.0, *levels[stage]):
+        for share in (NOTHING, *levels[stage]):
             if share >= found[stage]:
                 break
             less = replace(schedule, recompute=with_share(schedule.recompute, stage, share))
