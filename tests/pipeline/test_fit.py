@@ -155,19 +155,12 @@ def test_kinds_of_memory_add_up() -> None:
     assert "It fits: 1f1b needs" in str(found)
 
 
-def test_recomputation_holds_less_and_takes_longer() -> None:
-    found = pipeline.fit(model, sample(), ranks=2, n_microbatches=4, schedule="1f1b")
-    plain, again = sorted(found.ways, key=lambda way: way.recompute)
-    assert (plain.recompute, again.recompute) == (False, True)
-    assert again.peak < plain.peak
-    assert again.time > plain.time
-
-
 def test_as_few_blocks_are_recomputed_as_make_it_fit() -> None:
     def count(**options: Any) -> pipeline.Fit:
         return pipeline.fit(model, sample(), ranks=2, n_microbatches=4, schedule="1f1b", **options)
 
     plain, cheap, most = count().ways
+    assert [way.recompute for way in (plain, cheap, most)] == [False, True, True]
     assert (cheap.again, most.again) == ("blocks selectively", "blocks")
     assert most.peak < cheap.peak < plain.peak
     assert plain.time < cheap.time < most.time
@@ -195,8 +188,8 @@ def test_what_offload_would_change_is_said() -> None:
             model(), x, ranks=2, n_microbatches=6, schedule="1f1b", loss_fn=F.mse_loss, target=x, memory=memory
         )
 
-    plain, again = count(None).ways
-    assert (plain.moved, again.moved) == (0, 0)
+    plain, *others = count(None).ways
+    assert not any(way.moved for way in (plain, *others))
     found = count(int(0.8 * plain.peak))
     assert found.best is not None
     assert (found.best.recompute, found.best.moved) == (True, 0)

@@ -36,9 +36,12 @@ class FixedLink(ShardLink):
 def option(memory: int | None, monkeypatch: pytest.MonkeyPatch, **others: Any) -> PlanOption:
     """What "auto" plans for two ranks with two stages each, whose stages are sharded over two processes."""
 
+    backward = iter([1.0])
+
     def fixed(calls: Any, sample: Any, **options: Any) -> Profile:
         ones, size = (1.0,) * len(calls), (1000,) * len(calls)
-        return Profile(("",) * len(calls), ones, ones, ones, ones, size, size, size)
+        b = (next(backward, 9.0),) * len(calls)  # the second profile is that of blocks recomputed selectively
+        return Profile(("",) * len(calls), ones, ones, ones, b, size, size, size)
 
     monkeypatch.setattr(_measure, "profile", fixed)
     torch.manual_seed(0)
