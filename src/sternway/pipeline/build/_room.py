@@ -26,6 +26,7 @@ from sternway.pipeline.build._shadow import blank, own_or_total, shadow
 from sternway.pipeline.build._weigh import StageWeight, weigh
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn
+from sternway.pipeline.transport._payload import Spec
 from sternway.schedule import Costs, Schedule, Share, fuse, make, names, offloaded, recomputed, sharded
 
 
@@ -267,7 +268,7 @@ def rooms(
 
         found = []
         for number, way in enumerate(ways):
-            weighed = partial(_weighed, made, layout, way, microbatch, loss)
+            weighed = partial(_weighed, made, layout, way, microbatch, loss, list[dict[str, Spec]]())
             plain = weighed()
             again = partial(weigh_again, made, layout, way, plain, weighed)
             room = Room(limit, plain, again(), shards, rate)
@@ -279,9 +280,14 @@ def rooms(
 
 
 def _weighed(
-    model: nn.Module, layout: Layout, starts: Sequence[int], microbatch: Microbatch, loss_fn: LossFn
+    model: nn.Module,
+    layout: Layout,
+    starts: Sequence[int],
+    microbatch: Microbatch,
+    loss_fn: LossFn,
+    messages: list[dict[str, Spec]],
 ) -> list[StageWeight]:
-    return weigh(layout.cut(model, starts).parts(), microbatch, loss_fn)
+    return weigh(layout.cut(model, starts).parts(), microbatch, loss_fn, messages)
 
 
 def no_room(room: Room, plan: Schedule, costs: Costs) -> PipelineError:

@@ -25,6 +25,7 @@ from sternway.pipeline.build._shadow import own_or_total
 from sternway.pipeline.build._weigh import LargeTensor, StageWeight, largest_of, weigh
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._stage import LossFn
+from sternway.pipeline.transport._payload import Spec
 from sternway.schedule import Costs, Schedule, make, recomputed
 
 
@@ -113,7 +114,8 @@ class WaysToTrain:
 
     def _room(self, starts: Sequence[int], plans: Sequence[Schedule]) -> Room:
         """What stages take that begin there, and the bytes that a rank has."""
-        plain, weighed = self._weights(starts), partial(self._weights, starts)
+        weighed = partial(self._weights, starts, list[dict[str, Spec]]())
+        plain = weighed()
         again = partial(weigh_again, self._model, self.layout, starts, plain, weighed)
         limit, rate = (0, None) if self._limit is None else (self._limit, math.inf)
         shards, rate = (self._shards, None) if self._shards.count > 1 else (None, rate)
@@ -134,8 +136,9 @@ class WaysToTrain:
             if self._limit is not None and way.peak > self._limit:
                 yield from (self._way(room, moved) for moved in room.moved([each], costs) if room.fits(moved))
 
-    def _weights(self, starts: Sequence[int]) -> list[StageWeight]:
-        return weigh(self.layout.cut(self._model, starts).parts(), self._microbatch, self._loss_fn or own_or_total)
+    def _weights(self, starts: Sequence[int], messages: list[dict[str, Spec]] | None = None) -> list[StageWeight]:
+        parts = self.layout.cut(self._model, starts).parts()
+        return weigh(parts, self._microbatch, self._loss_fn or own_or_total, messages)
 
     def _way(self, room: Room, plan: Schedule) -> Way:
         ideal = sum(each.actions[op].flops for each in room.weights for op in ("F", "I", "W"))

@@ -101,8 +101,22 @@ class StageWeight:
     kept: tuple[LargeTensor, ...] = ()
 
 
-def weigh(parts: Sequence[nn.Module], microbatch: Microbatch, loss_fn: LossFn | None) -> list[StageWeight]:
-    """What each stage takes. Its tensors must be without memory."""
+def weigh(
+    parts: Sequence[nn.Module],
+    microbatch: Microbatch,
+    loss_fn: LossFn | None,
+    messages: list[dict[str, Spec]] | None = None,
+) -> list[StageWeight]:
+    """What each stage takes. Its tensors must be without memory.
+
+    Args:
+        parts: the stages.
+        microbatch: what the first of them is called with.
+        loss_fn: of the last one.
+        messages: what each stage sends, if it is known; else it is found, and added. Whatever is recomputed, it is the
+            same.
+    """
+    messages = [] if messages is None else messages
     known: dict[Any, StageWeight] = {}
     passed: dict[Any, dict[str, Spec]] = {}  # what stages send that look alike and receive the same
     received: dict[str, Spec] = {}
@@ -114,10 +128,12 @@ def weigh(parts: Sequence[nn.Module], microbatch: Microbatch, loss_fn: LossFn | 
         if looks not in known:
             known[looks] = scale.weigh()
         found.append(known[looks])
-        same = looks, repr(received)
-        if same not in passed:
-            passed[same] = scale.sent()
-        received = passed[same]
+        if index == len(messages):
+            same = looks, repr(received)
+            if same not in passed:
+                passed[same] = scale.sent()
+            messages.append(passed[same])
+        received = messages[index]
     return found
 
 
