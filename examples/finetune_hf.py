@@ -71,6 +71,7 @@ def main() -> None:
     if first and arguments.base is None and not (base / "config.json").exists():
         make_base(base)
     dist.barrier()
+    torch.manual_seed(0)  # again, since one process has drawn a base: new adapters are the same on all
 
     pipe = pipeline.from_pretrained(
         base,
