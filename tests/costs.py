@@ -91,7 +91,6 @@ COSTS: dict[str, tuple[str, ...]] = {
     "graph/test_explain.py::test_why_alive": ("slow",),
     "pipeline/test_checkpoint_local.py::test_a_resumed_run_is_bit_identical": ("slow",),
     "pipeline/test_fit.py::test_kinds_of_memory_add_up": ("slow",),
-    "pipeline/test_fit.py::test_recomputation_holds_less_and_takes_longer": ("slow",),
     "pipeline/test_local.py::test_fifty_steps_of_adamw_with_clipping": ("slow",),
     "pipeline/test_random.py::test_in_one_process": ("slow",),
     "pipeline/test_stream_watch.py::test_the_watch_over_the_ranks_gives_up_after_a_while": ("slow",),
