@@ -47,6 +47,12 @@ def test_shows_ranks_and_schedules(program: Path) -> None:
     assert "With half as many rows: 1f1b needs" in text
 
 
+def test_four_microbatches_for_each_rank_unless_given(program: Path) -> None:
+    result = CliRunner().invoke(app, ["fit", f"{program}:build", "--ranks", "2", "--schedule", "1f1b"])
+    assert result.exit_code == 0
+    assert "16,640 parameters, 8 microbatches, by 1f1b" in result.output
+
+
 def test_what_does_not_fit_ends_with_1(program: Path) -> None:
     code, text = run(f"{program}:build", "--memory", "1KB", "--schedule", "1f1b", "--json")
     found = json.loads(text)

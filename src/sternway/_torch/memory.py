@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -81,11 +82,16 @@ class OperationCounter(TorchDispatchMode):
                 self._note(each)
         return made
 
-    def _note(self, tensor: Tensor) -> None:
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count these, which were there before, when an operation returns a view of one."""
+        for tensor in tensors:
+            self._note(tensor, nbytes=0)
+
+    def _note(self, tensor: Tensor, nbytes: int | None = None) -> None:
         key, storage = storage_id(tensor), tensor.untyped_storage()
         if key in self._living:
             return
-        nbytes = storage.nbytes()
+        nbytes = storage.nbytes() if nbytes is None else nbytes
         self._living.add(key)
         self.now += nbytes
         self.peak = max(self.peak, self.now)

@@ -25,8 +25,10 @@ _COPIES = ("dp", "dp_replicate")
 
 def fit(
     target: Annotated[str, typer.Argument(help="path/to/file.py:function, which returns a model and one microbatch.")],
-    microbatches: Annotated[int, typer.Option(min=1, help="Microbatches of a step.")],
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks of the pipeline; or pp in --mesh.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Microbatches of a step; by default four for each rank.")
+    ] = None,
     mesh: Annotated[str, typer.Option(help="Sizes by dimension, such as pp=8,dp_shard=2; dp for copies.")] = "",
     gathered: Annotated[int | None, typer.Option(min=1, help="Sharded stages that a rank keeps gathered.")] = None,
     memory: Annotated[str, typer.Option(help="What each rank has, such as 80GB.")] = "",
@@ -60,7 +62,7 @@ def fit(
             found = pipeline.fit(
                 build,
                 ranks=count,
-                n_microbatches=microbatches,
+                n_microbatches=microbatches or 4 * count,
                 memory=memory or None,
                 schedule=schedule or None,
                 optimizer=optimizer,
@@ -108,7 +110,8 @@ def _sizes(ranks: int | None, mesh: str) -> tuple[int, int]:
 def _show(found: Fit) -> None:
     console = Console()
     shown = found.shown
-    console.print(f"{found.parameters:,} parameters, by {shown}:", highlight=False)
+    many = shown.schedule.n_microbatches
+    console.print(f"{found.parameters:,} parameters, {many} microbatches, by {shown}:", highlight=False)
     table = Table(box=None, header_style="bold", pad_edge=False, collapse_padding=True)
     kinds = [kind for kind in KINDS if kind != "gathered" or any(each.gathered for each in shown.ranks)]
     for name in ("rank", "stages", *kinds):

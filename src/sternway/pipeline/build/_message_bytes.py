@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Sequence
 
 from sternway.pipeline.build._weigh import StageWeight
 from sternway.pipeline.transport._carrier import GlooCarrier
@@ -28,55 +27,60 @@ def message_bytes(plan: Schedule, rank: int, weights: Sequence[StageWeight]) -> 
         weights: what the stages take; of each, the bytes of what it receives in F, and sends back in I.
     """
     routes, rank_of = Routes(plan.num_stages, {}), plan.stage_ranks()
-    queues = [list(keys) for keys in expected(plan, routes, True, rank).values()]
+    edges = expected(plan, routes, True, rank).values()
+    queue_of = {key: queue for queue in map(list, edges) for key in queue}
+    queues = list({id(queue): queue for queue in queue_of.values()}.values())
     heard = answers(plan, routes, True, rank)
-    kept: dict[MessageKey, int] = {}  # what was sent, by its bytes
+    sent: dict[MessageKey, int] = {}  # activations that are on their way, by their bytes
+    returned: dict[MessageKey, int] = {}  # gradients, likewise
     shared: dict[MessageKey, int] = {}  # what one stage has from another, by the bytes that this one keeps, too
-    in_use: set[MessageKey] = set()
-    most = 0  # that were received into at once
+    in_use: dict[tuple[int, int], dict[MessageKey, int]] = {}  # what was received, for each stage and microbatch
+    used = most = 0  # the bytes that are received into, and the most of them at once
 
-    def size(keys: Iterable[MessageKey]) -> int:
-        return sum(weights[max(key.source, key.target)].message for key in keys)
+    def size(key: MessageKey) -> int:
+        return weights[max(key.source, key.target)].message
 
     for step in plan.actions[rank]:
         for key in (key for action in step.actions for key in routes.received(action)):
             for each in heard.get(key, ()):
-                kept.pop(each, None)
+                (returned if each.is_gradient else sent).pop(each, None)
             if rank_of[key.source] != rank:
-                next(queue for queue in queues if key in queue).remove(key)
-                in_use.add(key)
+                queue_of[key].remove(key)  # nearly always its first
+                in_use.setdefault((key.target, key.microbatch), {})[key] = size(key)
+                used += size(key)
+            elif key.is_gradient:
+                returned.pop(key)
             else:
-                beyond = kept.pop(key)
-                if not key.is_gradient:
-                    shared[key] = max(0, size([key]) - beyond)
+                shared[key] = max(0, size(key) - sent.pop(key))
         if isinstance(step, Upkeep) and step.op == "OFFLOAD":
-            _move(step, weights[step.stage], kept, shared)
-        ahead = sum(size(islice(queue, GlooCarrier.ahead)) for queue in queues)
-        now = ahead + size(in_use)
-        most = max(most, now)
-        sent = sum(nbytes for key, nbytes in kept.items() if not key.is_gradient)
-        yield sent, ahead + sum(kept.values()) - sent - sum(shared.values()), most - now
-        in_use = {key for key in in_use if not any(_is_last(action, key, weights) for action in step.actions)}
-        for key in (key for action in step.actions for key in routes.sent(action)):
-            kept[key] = size([key]) if key.is_gradient else weights[key.source].sent
-            if key.is_gradient:
-                shared.pop(key.back, None)
+            _move(step, weights[step.stage], sent, shared)
+        ahead = sum(size(key) for queue in queues for key in queue[: GlooCarrier.ahead])
+        most = max(most, ahead + used)
+        yield sum(sent.values()), ahead + sum(returned.values()) - sum(shared.values()), most - ahead - used
+        for action in step.actions:
+            held = in_use.get((action.stage, action.microbatch), {})
+            used -= sum(held.pop(key) for key in list(held) if _is_last(action, key, weights[action.stage]))
+            for key in routes.sent(action):
+                if key.is_gradient:
+                    returned[key] = size(key)
+                    shared.pop(key.back, None)
+                else:
+                    sent[key] = weights[key.source].sent
 
 
-def _move(step: Upkeep, weight: StageWeight, kept: dict[MessageKey, int], shared: dict[MessageKey, int]) -> None:
+def _move(step: Upkeep, weight: StageWeight, sent: dict[MessageKey, int], shared: dict[MessageKey, int]) -> None:
     """A stage no longer keeps what it has sent of a microbatch, since that is offloaded: it stays for others alone."""
     both = weight.moved - weight.freed
-    for key in kept:
-        if not key.is_gradient and (key.source, key.microbatch) == (step.stage, step.microbatch):
-            kept[key] += both
+    for key in sent:
+        if (key.source, key.microbatch) == (step.stage, step.microbatch):
+            sent[key] += both
     for key in shared:
         if (key.source, key.microbatch) == (step.stage, step.microbatch):
             shared[key] = max(0, shared[key] - both)
 
 
-def _is_last(action: Action, key: MessageKey, weights: Sequence[StageWeight]) -> bool:
-    """Whether an action is the last one that needs what was received."""
-    if (action.stage, action.microbatch) != (key.target, key.microbatch) or action.op == "F":
-        return False
-    each = weights[action.stage]
-    return action.op != "I" or not (each.gradient_waits if key.is_gradient else each.input_waits)
+def _is_last(action: Action, key: MessageKey, weight: StageWeight) -> bool:
+    """Whether an action of the stage that received something is the last one that needs it."""
+    if action.op == "I":
+        return not (weight.gradient_waits if key.is_gradient else weight.input_waits)
+    return action.op != "F"

@@ -169,18 +169,20 @@ class _Scale:
     def weigh(self) -> StageWeight:
         """What the stage takes."""
         module, actions = self._stage.module, dict[Op, ActionWeight]()
+        parameters = list(module.parameters())
+        self._counter.leave_out([*parameters, *module.buffers(), *tensors_anyway(self._microbatch, {})])
         with self._counter:
-            for action in (self._forward, self._input, self._weight):  # now there are gradients to add to
-                action()
+            for parameter in parameters:
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+            self._forward()  # now the stage knows its inputs, and the counter what was there before
+            self._stage.clear()
             actions["F"] = self._action(self._forward)
             sent = self._beyond
             actions["I"] = self._action(self._input)
             waits = _live(self._inputs), _live(self._grads)
             actions["W"] = self._action(self._weight)
-            self._forward()
+            moved, freed, kept = self._moves()
             actions["B"] = self._action(self._whole)
-        moved, freed, kept = self._moves()
-        parameters = list(module.parameters())
         gradients = storage_bytes(p for p in parameters if p.requires_grad)
         for parameter in parameters:
             parameter.grad = None
@@ -210,7 +212,6 @@ class _Scale:
         own = storage_sizes((*module.parameters(), *anyway))
         moved = {key: size for key, size in sizes.items() if key not in own}
         stays = storage_sizes(tensor for _, tensors in sent.values() for tensor in tensors)
-        self._stage.clear()
         kept = largest_of(looks[key] for key in moved)
         return sum(moved.values()), sum(size for key, size in moved.items() if key not in stays), kept
 

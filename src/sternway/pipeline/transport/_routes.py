@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from sternway.pipeline.transport._payload import Payload
 from sternway.schedule import Action
@@ -16,8 +17,7 @@ MAIN = "main"
 """The channel from each stage to the next. Skips have channels of their own, by their names."""
 
 
-@dataclass(frozen=True, slots=True)
-class MessageKey:
+class MessageKey(NamedTuple):
     """Identifies one message of a step: what stage ``source`` sends to stage ``target`` for one microbatch.
 
     An activation goes to a later stage, a gradient to an earlier one.
