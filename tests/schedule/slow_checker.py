@@ -89,7 +89,8 @@ def makespan(schedule: Schedule, costs) -> float:
                     elif a.op in "IB" and a.stage + 1 < n:
                         before = [(a.stage + 1, "G")]
                     for stage, kind in before:
-                        comm = 0.0 if rank_of[stage] == rank else costs.comm
+                        hop = costs.comm if isinstance(costs.comm, float) else costs.comm[rank_of[stage]][rank]
+                        comm = 0.0 if rank_of[stage] == rank else hop
                         start = max(start, end.get((stage, kind, a.microbatch), 0.0) + comm)
                 now = start + sum(cost(a.op, a.stage) for a in actions_of(step))
                 for a in actions_of(step):

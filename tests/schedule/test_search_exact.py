@@ -49,7 +49,7 @@ def optimum(costs, *, ranks, microbatches, memory_limit, stages_per_rank=1, work
         if rank_of[a[0]] == rank_of[b[0]] and not precedes(a, b) and not precedes(b, a):
             open_pairs[a, b] = len(steps) + len(open_pairs)
     span = len(steps) + len(open_pairs)
-    horizon = sum(stages.of(op, s) for s, op, _ in steps) + 2 * num_stages * microbatches * stages.comm
+    horizon = sum(stages.of(op, s) for s, op, _ in steps) + 2 * num_stages * microbatches * max(map(max, stages.comm))
     rows, least = [], []
 
     def at_least(bound, *terms):
@@ -60,9 +60,9 @@ def optimum(costs, *, ranks, microbatches, memory_limit, stages_per_rank=1, work
         least.append(bound)
 
     def gap(a, b):
-        if b[1] == "W" or a[1] == "W" or a[2] != b[2] or rank_of[a[0]] == rank_of[b[0]]:
+        if b[1] == "W" or a[1] == "W" or a[2] != b[2] or abs(chain[a[:2]] - chain[b[:2]]) != 1:
             return 0.0
-        return stages.comm if abs(chain[a[:2]] - chain[b[:2]]) == 1 else 0.0
+        return stages.comm[rank_of[a[0]]][rank_of[b[0]]]
 
     for a, b in itertools.permutations(steps, 2):
         neighbours = a[2] == b[2] and a[1] != "W" and b[1] != "W" and chain[b[:2]] - chain[a[:2]] == 1
@@ -72,10 +72,7 @@ def optimum(costs, *, ranks, microbatches, memory_limit, stages_per_rank=1, work
         at_least(stages.of(a[1], a[0]) - horizon, (index[b], 1), (index[a], -1), (order, -horizon))
         at_least(stages.of(b[1], b[0]), (index[a], 1), (index[b], -1), (order, horizon))
     for stage, op, i in steps:
-        head = sum(
-            stages.F[s] + (stages.comm if rank_of[s] != rank_of[s + 1] else 0)
-            for s in range(min(placement[rank_of[stage]]))
-        )
+        head = sum(stages.F[s] + stages.comm[rank_of[s]][rank_of[s + 1]] for s in range(min(placement[rank_of[stage]])))
         at_least(stages.of(op, stage) - head, (span, 1), (index[stage, op, i], -1))
         if op == "F" or (op == "I" and works is not None):
             amount, terms = memory_limit - (stages.keeps[stage] if op == "F" else works[stage]), []
@@ -128,8 +125,16 @@ def uneven(stages: int) -> Costs:
     )
 
 
+def far(stages: int) -> Costs:
+    """Each direction between two ranks has a time of its own."""
+    comm = [[0.0 if a == b else 0.25 + 0.5 * a + 0.125 * b for b in range(stages)] for a in range(stages)]
+    return Costs(F=1.0, I=1.5, W=0.75, comm=comm, memory_after_I=0.5)
+
+
 @pytest.mark.parametrize("memory_limit", [1, 1.5, 2, 3, 6])
-@pytest.mark.parametrize("costs", [EVEN, SHORT_W, LONG_W, uneven], ids=["even", "short-w", "long-w", "uneven"])
+@pytest.mark.parametrize(
+    "costs", [EVEN, SHORT_W, LONG_W, uneven, far], ids=["even", "short-w", "long-w", "uneven", "far"]
+)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (2, 3), (2, 4), (3, 3), (3, 4)])
 def test_search_finds_the_optimum_and_the_bound_is_not_above_it(ranks, microbatches, costs, memory_limit):
     costs = costs(ranks) if callable(costs) else costs

@@ -15,11 +15,12 @@ costs and memory are counted.
 from sternway.schedule._action import Action, Op, Overlap, Step, Upkeep, UpkeepOp
 from sternway.schedule._again import Share
 from sternway.schedule._check import check
-from sternway.schedule._costs import Costs, StageCosts
+from sternway.schedule._costs import Costs
 from sternway.schedule._measured import measured_costs
 from sternway.schedule._offload import offloaded
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._simulate import simulate
+from sternway.schedule._stage_costs import StageCosts
 from sternway.schedule._timeline import Bottleneck, Event, Timeline
 from sternway.schedule._upkeep import sharded
 from sternway.schedule.formats import from_csv, from_json

@@ -17,15 +17,15 @@ longer. Of blocks that are recomputed selectively, F keeps ``memory_selective``,
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from sternway._bytes import parse_bytes, show_bytes
 from sternway.errors import ScheduleError
-from sternway.schedule._action import Step
 from sternway.schedule._again import Again, Share, levels
 from sternway.schedule._again import shares as shares_of
+from sternway.schedule._stage_costs import StageCosts
 
 Placement: TypeAlias = tuple[tuple[int, ...], ...]
 
@@ -55,88 +55,6 @@ EPSILON = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class StageCosts:
-    """Costs for one placement: one number for each stage.
-
-    ``keeps[s]`` is what F of stage s adds to its rank's memory, ``keeps_after_i[s]`` what I leaves of it, and
-    ``works[s]`` what I or B takes beyond ``keeps[s]`` while it runs: something if the stage is recomputed. ``away[s]``
-    is what a microbatch keeps on its rank while it is offloaded.
-    """
-
-    F: tuple[float, ...]
-    I: tuple[float, ...]  # noqa: E741 - the paper's letter
-    W: tuple[float, ...]
-    B: tuple[float, ...]
-    comm: float
-    keeps: tuple[float, ...]
-    keeps_after_i: tuple[float, ...]
-    works: tuple[float, ...] = ()
-    gather: tuple[float, ...] = ()
-    reduce: tuple[float, ...] = ()
-    gathered: tuple[float, ...] = ()
-    offload: tuple[float, ...] = ()
-    away: tuple[float, ...] = ()
-    overlap: tuple[float, ...] = ()
-    selective: tuple[float, ...] = ()
-
-    @property
-    def amounts(self) -> tuple[tuple[float, ...], ...]:
-        """All amounts of memory, in the order in which ``kept_by`` takes them."""
-        return self.keeps, self.keeps_after_i, self.gathered, self.works, self.away
-
-    def time(self, step: Step) -> float:
-        """Return how long a rank computes at a step."""
-        if len(step.actions) == 1:
-            return self.of(step.actions[0].op, step.actions[0].stage)
-        return self.pace(step) * sum(self.of(action.op, action.stage) for action in step.actions)
-
-    def pace(self, step: Step) -> float:
-        """Return what the times of a step's actions are multiplied by: 1, unless they are overlapped."""
-        return self.overlap[step.actions[0].stage] if len(step.actions) > 1 else 1.0
-
-    def of(self, op: str, stage: int) -> float:
-        """Return the time that ``op`` of ``stage`` takes."""
-        times: tuple[float, ...] = getattr(self, op)
-        return times[stage]
-
-    def longer(self, stage: int, share: Share) -> float:
-        """Return how much longer I and B of a stage take if such a share of it is recomputed."""
-        return share.whole * self.F[stage] + share.selective * self.selective[stage]
-
-    def recomputed(
-        self, much: Mapping[int, Share], inputs: Sequence[float], again: Sequence[float], cheap: Sequence[float]
-    ) -> "StageCosts":
-        """Return costs in which such shares of stages are recomputed in I and B.
-
-        A stage then keeps its input, or ``cheap`` if it is recomputed selectively.
-        """
-        i, b, keeps, works = list(self.I), list(self.B), list(self.keeps), list(self.works)
-        for stage, share in much.items():
-            kept, small, most = self.keeps[stage], inputs[stage], again[stage]
-            i[stage] += self.longer(stage, share)
-            b[stage] += self.longer(stage, share)
-            less = share.whole * (kept - small) + share.selective * (kept - cheap[stage])
-            keeps[stage] = small if share.whole == 1 else kept - less
-            # What comes back is no more than was not kept; one block at a time, and it may be less.
-            works[stage] = min(max(0.0, most - small), max(0.0, less) + max(0.0, most - kept))
-        return replace(self, I=tuple(i), B=tuple(b), keeps=tuple(keeps), works=tuple(works))
-
-    def joined(self) -> "StageCosts":
-        """Return costs in which I and W together take no longer than B, and no action longer than if overlapped.
-
-        An overlapped pair takes as long as its two actions one after the other then do, or longer.
-        """
-        apart: tuple[list[float], list[float]] = [], []
-        for i, w, b in zip(self.I, self.W, self.B, strict=True):
-            gains = b < i + w
-            apart[0].append(min(i, b) if gains else i)
-            apart[1].append(b - apart[0][-1] if gains else w)
-        least = min(1.0, *self.overlap)
-        times = [tuple(least * time for time in each) for each in (self.F, *apart, self.B)]
-        return replace(self, F=times[0], I=times[1], W=times[2], B=times[3])
-
-
-@dataclass(frozen=True, slots=True)
 class Costs:
     """Times and memory of F, I and W, for one microbatch through one rank's whole share of the model.
 
@@ -152,7 +70,8 @@ class Costs:
         I: time of a backward to the input; one number, or one for each stage.
         W: time of a backward to the weights; one number, or one for each stage.
         B: time of a whole backward; one number, or one for each stage. I + W unless given; one call may cost less.
-        comm: from the end of an action until another rank has its result. Within a rank this takes no time.
+        comm: from the end of an action until another rank has its result: one number, or ``comm[a][b]`` for each pair
+            of ranks, from a to b. Within a rank this takes no time.
         turn: time of a rank between two steps: to cut the batch, collect the loss, run the optimizer. Counts in
             ``Timeline.period``.
         memory_after_I: what is still kept between I and W, of what F kept; one number, or one for each stage.
@@ -186,7 +105,7 @@ class Costs:
     F: float | Sequence[float] = 1.0
     I: float | Sequence[float] = 1.0  # noqa: E741 - the paper's letter
     W: float | Sequence[float] = 1.0
-    comm: float = 0.0
+    comm: float | Sequence[Sequence[float]] = 0.0
     memory_after_I: float | Sequence[float] = 1.0  # noqa: N815 - the paper's letter
     B: float | Sequence[float] | None = None
     activation_bytes: float = 0.0
@@ -220,8 +139,9 @@ class Costs:
                 got=", ".join(f"{n} for {name}" for name, n in lengths.items()),
                 fix="pass sequences as long as there are stages",
             )
-        for name in ("comm", "turn", "activation_bytes", "static_bytes"):
+        for name in ("turn", "activation_bytes", "static_bytes"):
             object.__setattr__(self, name, _amount(name, getattr(self, name)))
+        object.__setattr__(self, "comm", _between(self.comm))
         blocks = tuple(self.blocks) if isinstance(self.blocks, Sequence) else (self.blocks,)
         if not all(type(count) is int and count >= 0 for count in blocks):
             raise ScheduleError(
@@ -277,6 +197,18 @@ class Costs:
             min(each) if isinstance(each, Sequence) else each for each in (self.memory_after_F, self.memory_after_I)
         )
         return max(f, i)
+
+    def _hops(self, ranks: int) -> tuple[tuple[float, ...], ...]:
+        """Return the time of a message from each rank to each."""
+        if not isinstance(self.comm, Sequence):
+            return tuple(tuple(0.0 if a == b else self.comm for b in range(ranks)) for a in range(ranks))
+        if len(self.comm) != ranks:
+            raise ScheduleError(
+                f"comm must have one row for each of the {ranks} ranks",
+                got=f"{len(self.comm)}",
+                fix=f"pass {ranks} rows of {ranks} numbers, or one number for all",
+            )
+        return tuple(tuple(0.0 if a == b else time for b, time in enumerate(row)) for a, row in enumerate(self.comm))
 
     def levels(self, num_stages: int) -> tuple[tuple[Share, ...], ...]:
         """Return for each of so many stages the shares that a search may recompute, at most six: some of its blocks.
@@ -340,7 +272,7 @@ class Costs:
             I=i,
             W=w,
             B=tuple(map(sum, zip(i, w, strict=True))) if self.B is None else resolve("B"),
-            comm=self.comm,
+            comm=self._hops(len(placement)),
             keeps=resolve("memory_after_F"),
             keeps_after_i=resolve("memory_after_I"),
             works=(0.0,) * len(shares),
@@ -357,6 +289,21 @@ class Costs:
         again = plain.keeps if self.memory_again is None else resolve("memory_again")
         cheap = plain.keeps if self.memory_selective is None else resolve("memory_selective")
         return plain.recomputed(shares_of(recompute), resolve("memory_input"), again, cheap)
+
+
+def _between(comm: object) -> float | tuple[tuple[float, ...], ...]:
+    """Return the time of a message, or a tuple of tuples of one for each pair of ranks."""
+    if isinstance(comm, str | bytes) or not isinstance(comm, Sequence):
+        return _amount("comm", comm)
+    rows = tuple(_frozen(f"comm[{a}]", row) for a, row in enumerate(comm))
+    table = tuple(row for row in rows if isinstance(row, tuple) and len(row) == len(rows))
+    if not rows or len(table) < len(rows):
+        raise ScheduleError(
+            "comm must be one number, or as many rows as there are ranks with as many numbers each",
+            got=f"comm={comm!r}",
+            fix="pass comm[a][b] for the time from rank a to rank b, 0 where they are the same",
+        )
+    return table
 
 
 def _amount(name: str, value: object) -> float:

@@ -8,11 +8,13 @@ from dataclasses import replace
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Overlap, Upkeep
 from sternway.schedule._again import shares
-from sternway.schedule._costs import Costs, StageCosts
+from sternway.schedule._costs import EPSILON, Costs
 from sternway.schedule._depends import KIND
+from sternway.schedule._stage_costs import StageCosts
 from sternway.schedule._timeline import Timeline
 
 _ON_LINK = ("UNSHARD", "REDUCE_GRAD")
+_TELLING = 3  # messages that were waited for, from which a median tells something
 
 
 def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> Costs:
@@ -22,9 +24,10 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
     twice as long as most, twice as long counts: what held it up is not the stage's.
 
     What the steps did not have is taken from ``planned``: where there is B alone, I and W share its time as they do
-    there, and the other way round. A message's time is seen where a rank waits for it; where none waits, ``comm`` is
-    at most the shortest time between an end and the start that needed it. Gathering and reducing are seen where they
-    have a length; for stages where they have none, the planned times change as much as those of the others.
+    there, and the other way round. A message's time is seen where a rank waits for it, for each pair of ranks on its
+    own; where none waits, ``comm`` is at most the shortest time between an end and the start that needed it. Gathering
+    and reducing are seen where they have a length; for stages where they have none, the planned times change as much as
+    those of the others.
 
     Example:
         >>> from sternway import schedule
@@ -81,7 +84,7 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
         I=i,
         W=w,
         B=b if planned.B is not None or any(op == "B" for op, _ in seen) else None,
-        comm=_comm(runs, planned.comm),
+        comm=_comm(runs, expected.comm),
         turn=statistics.median(turns)
         if (turns := [run.turn for run in runs if run.turn is not None])
         else planned.turn,
@@ -129,11 +132,30 @@ def _backward(seen: dict[tuple[str, int], float], stage: int, expected: StageCos
     return i, w, b if b is not None else (i + w) * (expected.B[stage] / apart if apart else 1.0)
 
 
-def _comm(runs: list[Timeline], planned: float) -> float:
-    """The median time of a message for which a rank waited; if none did, at most the shortest that it can have been."""
+def _comm(runs: list[Timeline], planned: Sequence[Sequence[float]]) -> float | list[list[float]]:
+    """From each rank to each, the median time of a message for which a rank waited.
+
+    If none did, it is at most the shortest time that it can have been; and between ranks that had no messages, or too
+    few to tell, that of all messages. One number, if it is the same between all.
+    """
     gaps = [gap for run in runs for gap in _gaps(run)]
-    waited = [time for time, did_wait in gaps if did_wait]
-    return statistics.median(waited) if waited else min([planned, *(time for time, _ in gaps)])
+    waited, passed = defaultdict[tuple[int, int], list[float]](list), defaultdict[tuple[int, int], list[float]](list)
+    for edge, time, did_wait in gaps:
+        (waited if did_wait else passed)[edge].append(time)
+    everywhere = [time for times in waited.values() for time in times]
+    shortest = [time for times in passed.values() for time in times]
+    most = max(map(max, planned))
+    usual = statistics.median(everywhere) if everywhere else min([most, *shortest])
+
+    def between(edge: tuple[int, int]) -> float:
+        if len(waited[edge]) >= _TELLING:
+            return statistics.median(waited[edge])
+        return min([usual, *passed[edge]])
+
+    ranks = range(len(planned))
+    found = [[0.0 if a == b else between((a, b)) for b in ranks] for a in ranks]
+    times = [found[a][b] for a in ranks for b in ranks if a != b]
+    return found if times and max(times) - min(times) > EPSILON * max(times) else usual
 
 
 def _carried(
@@ -157,8 +179,8 @@ def _carried(
     return [seen.get(stage, rest[stage]) for stage in range(len(expected))]
 
 
-def _gaps(run: Timeline) -> Iterator[tuple[float, bool]]:
-    """From each end to the start that needed its result on another rank: the time, and whether that rank was idle."""
+def _gaps(run: Timeline) -> Iterator[tuple[tuple[int, int], float, bool]]:
+    """From each end to the start that needed its result: between which ranks, the time, and whether one waited."""
     ended: dict[tuple[int, int, int], tuple[int, float]] = {}
     for rank, events in enumerate(run.events):
         for event in events:
@@ -171,5 +193,5 @@ def _gaps(run: Timeline) -> Iterator[tuple[float, bool]]:
                 source = action.stage + (-1 if action.op == "F" else 1)
                 maker, end = ended.get((KIND[action.op], source, action.microbatch), (rank, 0.0))
                 if maker != rank:
-                    yield max(0.0, event.start - end), free <= end
+                    yield (maker, rank), max(0.0, event.start - end), free <= end
             free = event.end

@@ -11,21 +11,25 @@ steps later, all ranks are later by the same amount. That amount, for one step, 
 a rank ends a step when its last reduction has, since the optimizer waits for that.
 """
 
+from collections.abc import Sequence
+
 from sternway.schedule._action import Step, Upkeep
-from sternway.schedule._costs import EPSILON, Costs, StageCosts
+from sternway.schedule._costs import EPSILON, Costs
 from sternway.schedule._depends import run
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._simulate import LINKS, upkeep_time
+from sternway.schedule._stage_costs import StageCosts
 
 _MOST = 64  # steps to look for the pattern; then the average of the second half counts
 
 
 def period_of(schedule: Schedule, costs: Costs) -> float:
     """The time of a step among many, for a schedule that runs to its end."""
-    steps = _steps(schedule, costs.per_stage(schedule.placement, schedule.recompute, schedule.copies))
+    per_stage = costs.per_stage(schedule.placement, schedule.recompute, schedule.copies)
+    steps = _steps(schedule, per_stage)
     ends = [[0.0] * schedule.ranks]
     for number in range(1, _MOST + 1):
-        ends.append([end + costs.turn for end in _after(ends[-1], steps, costs.comm)])
+        ends.append([end + costs.turn for end in _after(ends[-1], steps, per_stage.comm)])
         for earlier in range(number - 1, -1, -1):
             shifts = [now - then for now, then in zip(ends[number], ends[earlier], strict=True)]
             if max(shifts) - min(shifts) <= EPSILON * max(shifts):
@@ -54,7 +58,7 @@ def _length(step: Step, costs: StageCosts) -> float:
     return costs.time(step)
 
 
-def _after(free: list[float], steps: list[_Timed], comm: float) -> list[float]:
+def _after(free: list[float], steps: list[_Timed], comm: Sequence[Sequence[float]]) -> list[float]:
     """When each rank ends a step, given when it may begin."""
     ends, links = list(free), {link: list(free) for link in set(LINKS.values())}
     made: dict[int, tuple[int, float]] = {}
@@ -76,7 +80,7 @@ def _after(free: list[float], steps: list[_Timed], comm: float) -> list[float]:
             continue
         for key in inputs:
             maker, end = made[key]
-            start = max(start, end if maker == rank else end + comm)
+            start = max(start, end + comm[maker][rank])
         for action in step.actions:
             which = action.stage, action.microbatch
             start = max(start, gathered.get(action.stage, 0.0), back.get(which, 0.0))

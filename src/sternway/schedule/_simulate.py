@@ -10,9 +10,10 @@ actions can run gives the same times, and one pass over such an order finds them
 
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Upkeep
-from sternway.schedule._costs import Costs, StageCosts
+from sternway.schedule._costs import Costs
 from sternway.schedule._depends import run
 from sternway.schedule._schedule import Schedule
+from sternway.schedule._stage_costs import StageCosts
 from sternway.schedule._timeline import Bottleneck, Event, Timeline, timeline_of
 
 LINKS = {"UNSHARD": "net", "RESHARD": "net", "REDUCE_GRAD": "net", "OFFLOAD": "out", "RELOAD": "back"}
@@ -95,7 +96,7 @@ def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list
             continue
         for key in inputs:
             maker = makers[key]
-            arrival = maker.end if maker.rank == rank else maker.end + comm
+            arrival = maker.end + comm[maker.rank][rank]
             if arrival > start:
                 start, cause = arrival, maker
         for action in step.actions:

@@ -90,7 +90,8 @@ def _terms(timeline: Timeline, limit: float | None) -> "Terms":
     from sternway.viewer import Terms
 
     s, costs = timeline.schedule, timeline.costs
-    times = {"F": costs.F, "I": costs.I, "W": costs.W, "B": costs.B, "comm": costs.comm}
+    comm = [max(row) for row in costs.comm] if isinstance(costs.comm, Sequence) else costs.comm  # the slowest of a rank
+    times = {"F": costs.F, "I": costs.I, "W": costs.W, "B": costs.B, "comm": comm}
     times |= {"overlap": costs.overlap} if costs.overlap != 1 else {}
     given = ", ".join(
         f"{name} = {':'.join(f'{each:g}' for each in time) if isinstance(time, Sequence) else f'{time:g}'}"

@@ -142,7 +142,7 @@ class _Branching:
             mine = self.free[rank] + (total - done[step]) * duration[step] + left * duration[step + 1]
             last = max(mine, last + duration[step + 1])
             ends[rank] = max(ends[rank], last + duration[step + 2])
-            last += hop[stage - 1] if stage else 0.0
+            last += problem.back[stage - 1] if stage else 0.0
         return max(end - head for end, head in zip(ends, self.heads, strict=True))
 
     def dominated(self) -> bool:

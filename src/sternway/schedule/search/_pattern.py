@@ -81,7 +81,7 @@ def _fastest(problem: Problem, stretch: tuple[float, float]) -> Iterator[Pattern
 
 def _lay_out(problem: Problem, period: float, stretch: tuple[float, float]) -> list[float] | None:
     """Return the starts of one microbatch's steps, each as early as its rank's circle allows, or None."""
-    duration, hop = problem.duration, problem.hop
+    duration = problem.duration
     starts = [0.0] * len(duration)
     circles = [
         _Circle(period, [], sorted((duration[3 * s + kind] for s in stages for kind in range(3)), reverse=True))
@@ -98,9 +98,9 @@ def _lay_out(problem: Problem, period: float, stretch: tuple[float, float]) -> l
         starts[step] = start
         now = start + duration[step]
         if kind == 0 and stage < top:
-            now += hop[stage] + stretch[0] * duration[step]
+            now += problem.hop[stage] + stretch[0] * duration[step]
         elif kind == 1 and stage > 0:
-            now += hop[stage - 1] + stretch[1] * duration[step]
+            now += problem.back[stage - 1] + stretch[1] * duration[step]
     for stage in range(top + 1):
         step = 3 * stage + 2
         weight = circles[problem.rank_of[stage]].put(starts[step - 1] + duration[step - 1], duration[step])

@@ -32,7 +32,8 @@ class Problem:
 
     Attributes:
         duration: the time of each step.
-        hop: for each stage s, the time from the end of an action of s to its arrival at s + 1, or the other way.
+        hop: for each stage s, the time from the end of F of s to its arrival at s + 1.
+        back: for each stage s, the time from the end of I of s + 1 to its arrival at s.
         keeps, leaves: what F and I of each stage keep.
         limit: what each rank may hold.
         feeds: for each step, (step, delay, rank) of those that can run after it: their number, the time until the
@@ -48,6 +49,7 @@ class Problem:
     microbatches: int
     duration: tuple[float, ...]
     hop: tuple[float, ...]
+    back: tuple[float, ...]
     keeps: tuple[float, ...]
     leaves: tuple[float, ...]
     limit: tuple[float, ...]
@@ -63,7 +65,7 @@ class Problem:
             stage, hops = step // 3, []
             for target in targets:
                 other = target // 3
-                delay = 0.0 if other == stage else self.hop[min(stage, other)]
+                delay = 0.0 if other == stage else self.hop[stage] if other > stage else self.back[other]
                 hops.append((target, delay, self.rank_of[other]))
             table.append(tuple(hops))
         object.__setattr__(self, "feeds", tuple(table))
@@ -96,7 +98,7 @@ class Problem:
 
     def backward_lag(self, last: int, first: int) -> float:
         """Return the time from the end of I at stage ``last`` to the earliest end of I at ``first``."""
-        return math.fsum(self.duration[3 * s + 1] + self.hop[s] for s in range(first, last))
+        return math.fsum(self.duration[3 * s + 1] + self.back[s] for s in range(first, last))
 
     def turnaround(self, down: int, up: int) -> float:
         """Return the time from the end of F at stage ``down`` to the earliest start of I at stage ``up``."""
@@ -124,6 +126,7 @@ class Problem:
             self,
             duration=tuple(time / unit for time in self.duration),
             hop=tuple(time / unit for time in self.hop),
+            back=tuple(time / unit for time in self.back),
         )
 
 
@@ -233,13 +236,14 @@ def resolve(
             raise _too_small(memory_limit, rank, smallest + max(times.works[s] for s in held))
         limits[rank] = min(limits[rank], microbatches * smallest)  # more is never needed
     rank_of = stage_ranks(placement)
-    hops = zip(rank_of, (*rank_of[1:], rank_of[-1]), strict=True)
+    hops = list(zip(rank_of, (*rank_of[1:], rank_of[-1]), strict=True))
     return Problem(
         placement=placement,
         rank_of=rank_of,
         microbatches=microbatches,
         duration=tuple(time for steps in zip(times.F, times.I, times.W, strict=True) for time in steps),
-        hop=tuple(costs.comm if a != b else 0.0 for a, b in hops),
+        hop=tuple(times.comm[a][b] for a, b in hops),
+        back=tuple(times.comm[b][a] for a, b in hops),
         keeps=times.keeps,
         leaves=times.keeps_after_i,
         limit=tuple(limits),
