@@ -1,13 +1,14 @@
 """Is the plan the run? Planned and measured steps, predicted and measured memory, and "auto" beside all schedules.
 
-    python benchmarks/plan/main.py [--ranks 2,4,8] [--device cuda] [--asleep MS [--drift]] [--bytes] [--json]
+    python benchmarks/plan/main.py [--ranks 2,4,8] [--device cuda] [--asleep MS [--drift | --within]] [--bytes] [--json]
 
 GPT blocks, two for each rank, and twice as many microbatches as ranks. On CPUs: microbatches of 2 × 64 tokens, gloo
 ranks with one thread each. On a GPU, which the ranks share as small GPUs (``tests/small_gpus.py``): bfloat16,
 microbatches of 4 × 512 tokens, NCCL.
 
 With ``--asleep``, blocks sleep instead of computing, so that any number of ranks can be timed on few cores: what is
-measured is the plan and what runs it (``asleep.py``). With ``--drift`` besides, one rank becomes slower (``drift.py``).
+measured is the plan and what runs it (``asleep.py``). With ``--drift`` besides, one rank becomes slower (``drift.py``);
+with ``--within``, sixteen blocks have less and less memory (``within.py``).
 
 Each round times each schedule in turn, by a pipeline that is built for that and closed afterwards. A time is that of a
 step among steps that follow each other. Figures are medians of the rounds' own ratios.
@@ -35,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from drift import drift
 from measure import Case, measure
+from within import print_within, within
 
 from gloo import PRELOADED, join_group, on_ranks
 from small_gpus import become_small_gpu, mps
@@ -63,6 +65,7 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=None)
     parser.add_argument("--asleep", type=float, default=0.0, metavar="MS", help="blocks sleep: an F, I, W of a rank")
     parser.add_argument("--drift", action="store_true", help="with --asleep: a rank becomes slower in mid-run")
+    parser.add_argument("--within", action="store_true", help="with --asleep: less and less memory")
     parser.add_argument("--bytes", action="store_true", help="memory alone, which does not depend on the load")
     parser.add_argument("--schedules", default="", help="of the named ones, these alone")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one number of ranks")
@@ -84,10 +87,14 @@ def main() -> None:
         )
         for ranks in arguments.ranks.split(",")
     ]
-    if arguments.drift and not arguments.asleep:
-        parser.error("--drift needs --asleep, such as --asleep 10")
-    found = [run(case, arguments.limit, drift if arguments.drift else measure) for case in cases]
-    if arguments.json or arguments.drift:
+    if (arguments.drift or arguments.within) and not arguments.asleep:
+        parser.error("--drift and --within need --asleep, such as --asleep 10")
+    what = drift if arguments.drift else within if arguments.within else measure
+    found = [run(case, arguments.limit, what) for case in cases]
+    if arguments.within and not arguments.json:
+        for each in found:
+            print_within(each)
+    elif arguments.json or arguments.drift:
         print(json.dumps({"torch": torch.__version__, "rounds": arguments.rounds, "cases": found}))
     else:
         for each in found:
