@@ -74,6 +74,8 @@ class Costs:
             of ranks, from a to b. Within a rank this takes no time.
         turn: time of a rank between two steps: to cut the batch, collect the loss, run the optimizer. Counts in
             ``Timeline.period``.
+        overhead: time of a rank for each action beyond what it computes, such as Python's. Two stages of a rank have
+            twice as many actions as one.
         memory_after_I: what is still kept between I and W, of what F kept; one number, or one for each stage.
         activation_bytes: what one microbatch's forward keeps on one rank, the unit of memory, in bytes; 0 if unknown.
         static_bytes: what a rank holds anyway, in bytes: parameters, their gradients, the optimizer's state.
@@ -121,6 +123,7 @@ class Costs:
     overlap: float | Sequence[float] = 1.0
     blocks: int | Sequence[int] = 1
     turn: float = 0.0
+    overhead: float = 0.0
     selective: float | Sequence[float] | None = None
     memory_selective: float | Sequence[float] | None = None
 
@@ -139,7 +142,7 @@ class Costs:
                 got=", ".join(f"{n} for {name}" for name, n in lengths.items()),
                 fix="pass sequences as long as there are stages",
             )
-        for name in ("turn", "activation_bytes", "static_bytes"):
+        for name in ("turn", "overhead", "activation_bytes", "static_bytes"):
             object.__setattr__(self, name, _amount(name, getattr(self, name)))
         object.__setattr__(self, "comm", _between(self.comm))
         blocks = tuple(self.blocks) if isinstance(self.blocks, Sequence) else (self.blocks,)
@@ -267,11 +270,13 @@ class Costs:
             return tuple(value)
 
         f, i, w = resolve("F"), resolve("I"), resolve("W")
+        b = tuple(map(sum, zip(i, w, strict=True))) if self.B is None else resolve("B")
+        whole = [tuple(time + self.overhead for time in times) for times in (f, i, w, b)]
         plain = StageCosts(
-            F=f,
-            I=i,
-            W=w,
-            B=tuple(map(sum, zip(i, w, strict=True))) if self.B is None else resolve("B"),
+            F=whole[0],
+            I=whole[1],
+            W=whole[2],
+            B=whole[3],
             comm=self._hops(len(placement)),
             keeps=resolve("memory_after_F"),
             keeps_after_i=resolve("memory_after_I"),

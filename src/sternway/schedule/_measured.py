@@ -2,19 +2,18 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Overlap, Upkeep
 from sternway.schedule._again import shares
-from sternway.schedule._costs import EPSILON, Costs
-from sternway.schedule._depends import KIND
+from sternway.schedule._between import between_actions, capped_mean
+from sternway.schedule._costs import Costs
 from sternway.schedule._stage_costs import StageCosts
 from sternway.schedule._timeline import Timeline
 
 _ON_LINK = ("UNSHARD", "REDUCE_GRAD")
-_TELLING = 3  # messages that were waited for, from which a median tells something
 
 
 def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> Costs:
@@ -27,7 +26,7 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
     there, and the other way round. A message's time is seen where a rank waits for it, for each pair of ranks on its
     own; where none waits, ``comm`` is at most the shortest time between an end and the start that needed it. Gathering
     and reducing are seen where they have a length; for stages where they have none, the planned times change as much as
-    those of the others.
+    those of the others. ``overhead`` is the time between two actions of a rank that had no message to wait for.
 
     Example:
         >>> from sternway import schedule
@@ -67,7 +66,7 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
     for event in (event for run in runs for rank in run.events for event in rank):
         if isinstance(event.action, Action):
             times[event.action.op, event.action.stage].append(event.end - event.start)
-    seen = {key: _mean(values) for key, values in times.items()}
+    seen = {key: capped_mean(values) for key, values in times.items()}
     lacking = [stage for stage in range(schedule.num_stages) if ("F", stage) not in seen]
     if lacking:
         raise ScheduleError("a measured step must have F of every stage", got=f"none of {lacking}", fix="pass a step's")
@@ -76,6 +75,7 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
             if (op, stage) in seen:
                 once_more = share.whole * seen["F", stage] + share.selective * expected.selective[stage]
                 seen[op, stage] = max(0.0, seen[op, stage] - once_more)
+    comm, overhead = between_actions(runs, expected.comm)
     i, w, b = zip(*(_backward(seen, stage, expected) for stage in range(schedule.num_stages)), strict=True)
     f = tuple(seen["F", stage] for stage in range(schedule.num_stages))
     return replace(
@@ -84,7 +84,8 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
         I=i,
         W=w,
         B=b if planned.B is not None or any(op == "B" for op, _ in seen) else None,
-        comm=_comm(runs, expected.comm),
+        comm=comm,
+        overhead=overhead,
         turn=statistics.median(turns)
         if (turns := [run.turn for run in runs if run.turn is not None])
         else planned.turn,
@@ -92,11 +93,6 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
         reduce=_carried(runs, "REDUCE_GRAD", expected.reduce, planned.reduce),
         overlap=_overlap(runs, f, b, expected.overlap),
     )
-
-
-def _mean(values: Sequence[float]) -> float:
-    most = 2 * statistics.median(values)
-    return statistics.fmean(min(value, most) for value in values)
 
 
 def _overlap(
@@ -132,32 +128,6 @@ def _backward(seen: dict[tuple[str, int], float], stage: int, expected: StageCos
     return i, w, b if b is not None else (i + w) * (expected.B[stage] / apart if apart else 1.0)
 
 
-def _comm(runs: list[Timeline], planned: Sequence[Sequence[float]]) -> float | list[list[float]]:
-    """From each rank to each, the median time of a message for which a rank waited.
-
-    If none did, it is at most the shortest time that it can have been; and between ranks that had no messages, or too
-    few to tell, that of all messages. One number, if it is the same between all.
-    """
-    gaps = [gap for run in runs for gap in _gaps(run)]
-    waited, passed = defaultdict[tuple[int, int], list[float]](list), defaultdict[tuple[int, int], list[float]](list)
-    for edge, time, did_wait in gaps:
-        (waited if did_wait else passed)[edge].append(time)
-    everywhere = [time for times in waited.values() for time in times]
-    shortest = [time for times in passed.values() for time in times]
-    most = max(map(max, planned))
-    usual = statistics.median(everywhere) if everywhere else min([most, *shortest])
-
-    def between(edge: tuple[int, int]) -> float:
-        if len(waited[edge]) >= _TELLING:
-            return statistics.median(waited[edge])
-        return min([usual, *passed[edge]])
-
-    ranks = range(len(planned))
-    found = [[0.0 if a == b else between((a, b)) for b in ranks] for a in ranks]
-    times = [found[a][b] for a in ranks for b in ranks if a != b]
-    return found if times and max(times) - min(times) > EPSILON * max(times) else usual
-
-
 def _carried(
     runs: list[Timeline], op: str, expected: Sequence[float], planned: float | Sequence[float]
 ) -> float | Sequence[float]:
@@ -177,21 +147,3 @@ def _carried(
     ratios = [time / expected[stage] for stage, time in seen.items() if expected[stage]]
     rest = [time * statistics.median(ratios) if time and ratios else usual for time in expected]
     return [seen.get(stage, rest[stage]) for stage in range(len(expected))]
-
-
-def _gaps(run: Timeline) -> Iterator[tuple[tuple[int, int], float, bool]]:
-    """From each end to the start that needed its result: between which ranks, the time, and whether one waited."""
-    ended: dict[tuple[int, int, int], tuple[int, float]] = {}
-    for rank, events in enumerate(run.events):
-        for event in events:
-            for action in event.action.actions:
-                ended[KIND[action.op], action.stage, action.microbatch] = rank, event.end
-    for rank, events in enumerate(run.events):
-        free = 0.0
-        for event in events:
-            for action in (action for action in event.action.actions if action.op != "W"):
-                source = action.stage + (-1 if action.op == "F" else 1)
-                maker, end = ended.get((KIND[action.op], source, action.microbatch), (rank, 0.0))
-                if maker != rank:
-                    yield (maker, rank), max(0.0, event.start - end), free <= end
-            free = event.end

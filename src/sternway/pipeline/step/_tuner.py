@@ -4,7 +4,7 @@
     search    for these costs, in a process of its own, while steps go on
     try       the few best plans and the one that runs, in rounds of three steps each; those that are clearly slower are
               left out of the next round
-    again     search once more, with what these steps have shown, and try what is new
+    again     search once more, with what these steps have shown, and try what is new if that promises to be faster
     keep      the fastest, as measured; then look now and then whether stages still cost what they did. If not: search,
               and try if a better plan is found
 
@@ -46,7 +46,7 @@ _LATER = 2  # steps after which the times of a step are looked at
 _CALM, _CALMEST = 3, 96  # steps between two looks for drift, at first and at most
 _LOOKS = 3  # steps in a row that must show a drift
 _DRIFT = 0.1  # a stage's share of the work may change by this part of it
-_GAIN = 0.01  # by which a plan must be better, as planned, to be tried after a drift
+_GAIN = 0.01  # by which a plan must be better, as planned, to be tried again or after a drift
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +130,24 @@ class Tuner:
         first = yield from self._look(1)
         yield from self._pass(_LATER)
         self.costs = measured_costs([measured() for measured in first], self.costs)
-        tried: list[Schedule] = []
-        for count in _PLANS:
-            tried += yield from self._try((yield from self._search())[: count + more], tried)
+        yield from self._improve(more, anyway=True)
         while True:
             yield from self._until_drift(calm)
-            before, tried = self.schedule, []
-            for count in _PLANS:
-                plans = yield from self._search()
-                if not self._gains(plans[0]):
-                    break
-                tried += yield from self._try(plans[: count + more], tried)
+            before = self.schedule
+            yield from self._improve(more, anyway=False)
             calm = min(2 * calm, _CALMEST) if self.schedule == before else _CALM  # for nothing: look less often
+
+    def _improve(self, more: int, *, anyway: bool) -> _Story[None]:
+        """Search, and try the best plans; then once more, with what these steps have shown.
+
+        Plans are tried if the best is planned to gain something, at first also ``anyway``.
+        """
+        tried: list[Schedule] = []
+        for number, count in enumerate(_PLANS):
+            plans = yield from self._search()
+            if not (anyway and number == 0) and not self._gains(plans[0]):
+                break
+            tried += yield from self._try(plans[: count + more], tried)
 
     def _search(self) -> _Story[list[Schedule]]:
         """Run on until the searches of all ranks are done; they find the same. The best plan is the first."""

@@ -1,0 +1,60 @@
+"""What each action takes a rank besides computing: simulated, and seen in measured steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sternway import schedule
+from sternway.schedule import Costs, Schedule, Timeline
+
+TRUTH = Costs(F=1.0, I=1.2, W=0.8, comm=0.3, overhead=0.1)
+
+
+def as_measured(plan: Schedule, truth: Costs) -> Timeline:
+    """A step whose clock starts when an action begins to compute, after its overhead."""
+    times = [[(event.start + truth.overhead, event.end) for event in rank] for rank in plan.simulate(truth).events]
+    return Timeline.measured(plan, times, truth.memory_after_I)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved-1f1b"])
+def test_every_action_takes_longer(name):
+    plan = schedule.make(name, ranks=2, microbatches=4)
+    share = 1 / len(plan.placement[0])
+    longer = {op: [getattr(TRUTH, op) * share + 0.1] * plan.num_stages for op in "FIW"}
+    b = [(TRUTH.I + TRUTH.W) * share + 0.1] * plan.num_stages
+    expected = plan.simulate(Costs(**longer, B=b, comm=0.3))
+    found = plan.simulate(TRUTH)
+    assert found.makespan == pytest.approx(expected.makespan)
+    assert found.period == pytest.approx(expected.period)
+
+
+def test_more_stages_of_a_rank_have_more_of_it():
+    costs = Costs(overhead=0.5)
+    one, two = (schedule.make(name, ranks=4, microbatches=8).simulate(costs) for name in ("zb-h1", "zb-v"))
+    plain = [schedule.make(name, ranks=4, microbatches=8).simulate().period for name in ("zb-h1", "zb-v")]
+    assert plain[1] < plain[0]
+    assert one.period < two.period
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_what_was_measured_is_what_was_true(name):
+    plan = schedule.make(name, ranks=4, microbatches=8)
+    run = as_measured(plan, TRUTH)
+    found = schedule.measured_costs(run, Costs(I=1.2, W=0.8))
+    assert found.overhead == pytest.approx(0.1)
+    assert found.comm == pytest.approx(0.3)
+    assert list(found.F) == pytest.approx([1.0 / len(plan.placement[0])] * plan.num_stages)
+    assert plan.simulate(found).period == pytest.approx(plan.simulate(TRUTH).period)
+
+
+def test_none_was_measured_where_there_is_none():
+    plan = schedule.make("zb-h1", ranks=4, microbatches=8)
+    assert schedule.measured_costs(as_measured(plan, replace(TRUTH, overhead=0.0)), Costs()).overhead == 0.0
+
+
+def test_waiting_for_upkeep_is_none_of_it():
+    plan = schedule.sharded(schedule.make("1f1b", ranks=2, microbatches=4))
+    run = plan.simulate(Costs(gather=5.0, reduce=1.0))
+    assert schedule.measured_costs(run, Costs()).overhead == 0.0
