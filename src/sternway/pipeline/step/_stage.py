@@ -87,7 +87,7 @@ class Stage:
         self.movers = None if offload is None else Movers(offload)
         self.shards = StageShards.of(module, is_first=index == 0, is_last=is_last)
         by_fsdp = frozenset() if self.shards is None else self.shards.names
-        self._has_collectives = any(
+        self._has_collectives = slices is not None or any(
             isinstance(p, DTensor) and (name not in by_fsdp or p.device_mesh.ndim > 1)
             for name, p in module.named_parameters()
         )
