@@ -1,8 +1,9 @@
 """A small GPT whose sequence may be spread over the ranks of a mesh dimension: each has one slice of every row.
 
-Two ways to let each position see those before it, as users write them:
+Three ways to let each position see those before it, as users write them:
 
     heads    all-to-all before and after: each rank has all positions of some heads (Ulysses)
+    swap     the same, by DTensors
     gather   each rank gathers the keys and values of all positions, for the queries of its own
 """
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 VOCABULARY, LENGTH, DIM, HEADS = 16, 8, 8, 4
@@ -25,7 +27,7 @@ class ContextAttention(nn.Module):
 
     Args:
         mesh: one dimension of a mesh; None for the whole sequence in one process.
-        way: "heads" or "gather".
+        way: "heads", "swap" or "gather".
     """
 
     def __init__(self, mesh: DeviceMesh | None, way: str) -> None:
@@ -33,14 +35,14 @@ class ContextAttention(nn.Module):
         self.group, self.ranks, self.place = (
             (None, 1, 0) if mesh is None else (mesh.get_group(), mesh.size(), mesh.get_local_rank())
         )
-        self.way = way
+        self.way, self.mesh = way, mesh
         self.project, self.out = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each.unflatten(-1, (HEADS, -1)) for each in self.project(x).chunk(3, -1))  # rows, positions, heads
         if self.group is None:
             found = _attend(q, k, v, 0)
-        elif self.way == "heads":
+        elif self.way in ("heads", "swap"):
             found = self._to_positions(_attend(*(self._to_heads(each) for each in (q, k, v)), 0))
         else:
             keys, values = (_gathered(each.contiguous(), 1, self.group) for each in (k, v))
@@ -49,13 +51,22 @@ class ContextAttention(nn.Module):
 
     def _to_heads(self, x: Tensor) -> Tensor:
         """From a slice with all heads to all positions with some heads."""
+        if self.way == "swap":
+            return self._swap(x, 1, 2)
         parts = torch.stack(x.chunk(self.ranks, 2))
         return torch.cat(self._exchange(parts).unbind(), 1)
 
     def _to_positions(self, x: Tensor) -> Tensor:
         """And back."""
+        if self.way == "swap":
+            return self._swap(x, 2, 1)
         parts = torch.stack(x.chunk(self.ranks, 1))
         return torch.cat(self._exchange(parts).unbind(), 2)
+
+    def _swap(self, x: Tensor, before: int, after: int) -> Tensor:
+        assert self.mesh is not None
+        swapped = DTensor.from_local(x, self.mesh, [Shard(before)]).redistribute(placements=[Shard(after)])
+        return swapped.to_local()
 
     def _exchange(self, parts: Tensor) -> Tensor:
         assert self.group is not None

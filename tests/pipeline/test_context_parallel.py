@@ -81,7 +81,7 @@ def _uneven_counts(rank: int) -> None:
         pipe = _pipe(mesh, way, schedule=schedule, loss_fn=counted_loss)
         _assert_steps_equal(pipe, mesh, masked=True, rows=lambda each: each)
         pipe.close()
-    pipe = _pipe(mesh, "gather")  # one number, the mean of a slice
+    pipe = _pipe(mesh, "swap")  # one number, the mean of a slice
     _assert_steps_equal(pipe, mesh, masked=False, rows=lambda each: each)
     pipe.close()
 
