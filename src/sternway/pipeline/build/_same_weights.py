@@ -31,7 +31,7 @@ def check_same_weights(
         PipelineError: on every process.
     """
     whole = isinstance(stages, nn.Module)
-    modules = {-1: stages} if isinstance(stages, nn.Module) else stages
+    modules = {-1: stages} if isinstance(stages, nn.Module) else stages if len(copies) > 1 else {}
     place = () if whole else tuple(copies)
     mine = {
         (place, index, name): sample_checksum(p)
