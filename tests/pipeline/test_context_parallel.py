@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
 from context_models import ContextGPT, context_batch, counted_loss, mean_loss, slice_of
@@ -115,6 +116,35 @@ def _sharded(rank: int) -> None:
 
 def test_fsdp2_over_rows_and_slices() -> None:
     on_ranks(4, _sharded)
+
+
+def _beside_tensor_parallel(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "tp", "cp"))
+    model = ContextGPT(mesh["cp"])
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    pipe = Pipeline(model, mesh=mesh, schedule="zb-h1", n_microbatches=2, loss_fn=counted_loss)
+    _assert_steps_equal(pipe, mesh, masked=True, rows=lambda each: each)
+    pipe.close()
+
+
+def test_beside_tensor_parallelism() -> None:
+    on_ranks(4, _beside_tensor_parallel)
+
+
+def _recomputed(rank: int) -> None:
+    """A limit in bytes, for which some blocks run again, with their collectives."""
+    mesh = _mesh()
+    x, target = slice_of(context_batch(0, 2), mesh["cp"])
+    options: dict[str, Any] = {"schedule": "1f1b", "sample": x, "sample_target": target}
+    pipe = _pipe(mesh, "swap", memory="44KB", loss_fn=counted_loss, **options)
+    assert pipe.schedule.recompute
+    _assert_steps_equal(pipe, mesh, masked=True, rows=lambda each: each)
+    pipe.close()
+
+
+def test_within_a_limit_in_bytes() -> None:
+    on_ranks(4, _recomputed)
 
 
 def _scaled(rank: int) -> None:
