@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import expert_models
+from context_models import ContextGPT, context_batch
 from expert_models import MixedModel, RoutedExperts
 from parallel_models import LENGTH, VOCABULARY, language_model, put_on, token_loss, whole
 from sharded_cases import counting
@@ -42,9 +43,10 @@ class Kind:
         dims: the dimensions of the mesh after "pp", each of two ranks.
         make: the model of a rank, with ``blocks``.
         reference: the same model in one process.
-        data: the dimension along which ranks have different rows, if any.
+        data: the dimension along which ranks have different rows, or slices of them, if any.
         sharded: whether ``fully_shard`` is called on the blocks.
         experts: whether the ranks of "data" have different experts.
+        sliced: whether the ranks of "data" have slices of the same rows.
     """
 
     dims: tuple[str, ...]
@@ -53,6 +55,7 @@ class Kind:
     data: str | None = None
     sharded: bool = False
     experts: bool = False
+    sliced: bool = False
 
     @property
     def ranks(self) -> int:
@@ -60,6 +63,8 @@ class Kind:
 
     def batch(self, step: int) -> Batch:
         seeded = torch.Generator().manual_seed(step)
+        if self.sliced:
+            return context_batch(step, ROWS)
         rows = ROWS if self.data is None else 2 * ROWS
         if self.experts:
             x, target = (torch.randn(rows, 3, expert_models.DIM, generator=seeded) for _ in range(2))
@@ -85,6 +90,10 @@ def _experts(mesh: DeviceMesh) -> nn.Module:
     return MixedModel(mesh["ep"], grouped=on_cpu).to(mesh.device_type)
 
 
+def _slices(mesh: DeviceMesh) -> nn.Module:
+    return ContextGPT(mesh["cp"]).to(mesh.device_type)
+
+
 _language_model = functools.partial(language_model, LAYERS)
 KINDS = {
     "plain": Kind(("dp",), _plain, _language_model, data="dp"),
@@ -92,6 +101,7 @@ KINDS = {
     "TP": Kind(("tp",), _parallel, _language_model),
     "FSDP2 and TP": Kind(("dp_shard", "tp"), _parallel, _language_model, data="dp_shard", sharded=True),
     "EP": Kind(("ep",), _experts, MixedModel, data="ep", experts=True),
+    "CP": Kind(("cp",), _slices, ContextGPT, data="cp", sliced=True),
 }
 
 
@@ -162,19 +172,21 @@ def build(
 
     samples: dict[str, Tensor] = {}
     if kind.sharded or schedule == "auto":
-        samples["sample"], samples["sample_target"] = (each[:2].to(mesh.device_type) for each in kind.batch(0))
+        whole_rows = [each.to(mesh.device_type) for each in kind.batch(0)]
+        given = mine(kind, mesh, 0) if kind.sliced else whole_rows
+        samples["sample"], samples["sample_target"] = (each[:2] for each in given)
     pipe = Pipeline(
         model, mesh=mesh, schedule=schedule, n_microbatches=MICROBATCHES, loss_fn=kind.loss_fn,
-        shard=shard if kind.sharded else None, data_dims=None if kind.data is None else [kind.data], **samples,
+        shard=shard if kind.sharded else None, data_dims=None if kind.data in (None, "cp") else [kind.data], **samples,
     )  # fmt: skip
     return pipe, blocks
 
 
 def mine(kind: Kind, mesh: DeviceMesh, step: int) -> Batch:
-    """The rows of this rank."""
+    """The rows of this rank, or its slice of them."""
     batch = [each.to(mesh.device_type) for each in kind.batch(step)]
     if kind.data is not None:
-        batch = [each.chunk(2)[mesh.get_local_rank(kind.data)] for each in batch]
+        batch = [each.chunk(2, int(kind.sliced))[mesh.get_local_rank(kind.data)] for each in batch]
     return batch[0], batch[1]
 
 
@@ -196,7 +208,7 @@ def run_cell(
         if kind.sharded:
             assert set(counts.values()) == {held}, f"{what}: each block is gathered and reduced once, not {counts}"
         loss = result.loss.clone()
-        if kind.data is not None:
+        if kind.data is not None and not kind.sliced:  # that of slices is the mean over all of them already
             dist.all_reduce(loss, group=mesh.get_group(kind.data))
             loss /= 2
         torch.testing.assert_close(loss.cpu(), expected.losses[step], **close)

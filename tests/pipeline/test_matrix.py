@@ -21,6 +21,7 @@ CHOSEN: dict[str, Cells] = {  # a compiler takes most of a minute on two cores
     "FSDP2": {"eager": SCHEDULES, "checkpointed": ("1f1b", "zb-v")},
     "TP": {"eager": SCHEDULES, "checkpointed": ("zb-h1",), "compiled": ("zb-v",)},
     "EP": {"eager": SCHEDULES, "checkpointed": ("1f1b", "zb-v")},
+    "CP": {"eager": SCHEDULES, "checkpointed": ("zb-v",), "compiled": ("zb-h1",)},
 }
 
 

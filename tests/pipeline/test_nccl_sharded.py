@@ -52,7 +52,7 @@ def test_sharded_stages() -> None:
     on_small_gpus(4, _all_cases, init="both")
 
 
-@pytest.mark.parametrize("name", ["plain", "FSDP2", "TP", "EP"])
+@pytest.mark.parametrize("name", ["plain", "FSDP2", "TP", "EP", "CP"])
 def test_what_composes(name: str) -> None:
     cells: Cells = {"eager": SCHEDULES, "checkpointed": ("1f1b", "zb-v"), "compiled": ("zb-h1",)}
     on_small_gpus(4, run_row, name, "cuda", {"rtol": 2e-3, "atol": 5e-5}, cells, init="both")

@@ -73,6 +73,8 @@ class Pipeline:
         pp_dim: the name of that dimension.
         data_dims: the names of the dimensions along which processes get different rows; "dp", "dp_replicate" and
             "dp_shard" by default. Gradients are averaged over them.
+        cp_dim: the name of the dimension along which processes get different slices of the same sequences; "cp" by
+            default, if the mesh has it. Losses and gradients are those of the whole sequences.
         shard: for a whole model, a function that is called with each stage and calls ``fully_shard`` on it, or on
             modules of it. Stages that are passed one by one may be sharded already.
         gathered: how many sharded stages a rank keeps gathered at once; all its stages by default, each gathered once
@@ -124,6 +126,7 @@ class Pipeline:
         mesh: Any = None,
         pp_dim: str = "pp",
         data_dims: Sequence[str] | None = None,
+        cp_dim: str | None = None,
         shard: ShardFn | None = None,
         gathered: int | None = None,
         chunk: ChunkSpec = Chunk(0),  # noqa: B008 - frozen, so safely shared
@@ -144,10 +147,10 @@ class Pipeline:
         given = PipelineArguments(
             stages=stages, schedule=schedule, loss_fn=loss_fn, n_microbatches=n_microbatches, cuts=cuts, sample=sample,
             sample_target=sample_target, memory_limit=memory_limit, memory=memory, ranks=ranks, transport=transport,
-            tied=tied, skips=skips, mesh=mesh, pp_dim=pp_dim, data_dims=data_dims, shard=shard, gathered=gathered,
-            chunk=chunk, dynamic=dynamic, saved=saved, offload_to=offload_to, offload_rate=offload_rate, scaler=scaler,
-            reduce_dtype=reduce_dtype, heartbeat_timeout=heartbeat_timeout, reports=reports, weights=weights,
-            device=device, tune=tune, cuda_graphs=cuda_graphs,
+            tied=tied, skips=skips, mesh=mesh, pp_dim=pp_dim, data_dims=data_dims, cp_dim=cp_dim, shard=shard,
+            gathered=gathered, chunk=chunk, dynamic=dynamic, saved=saved, offload_to=offload_to,
+            offload_rate=offload_rate, scaler=scaler, reduce_dtype=reduce_dtype, heartbeat_timeout=heartbeat_timeout,
+            reports=reports, weights=weights, device=device, tune=tune, cuda_graphs=cuda_graphs,
         )  # fmt: skip
         parts = assemble(given)
         self.transport, self.stages, self.profile = parts.transport, parts.stages, parts.plan.profile

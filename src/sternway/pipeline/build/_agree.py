@@ -14,6 +14,7 @@ from sternway.pipeline.build._plan import BuildPlan, make_plan
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.step._result import first_timeline
 from sternway.pipeline.step._scaler import GradScaler
+from sternway.pipeline.step._slices import Slices
 from sternway.pipeline.step._stage import LossFn, Stage
 from sternway.pipeline.step._tuner import Tuner
 from sternway.pipeline.transport._facts import checksum
@@ -55,6 +56,7 @@ def make_stages(
     scaler: GradScaler | None,
     cuda_graphs: bool = False,
     offload: Callable[[], Offload] | None = None,
+    slices: Slices | None = None,
 ) -> dict[int, Stage]:
     """The stages of a plan that are here."""
     last = plan.schedule.num_stages - 1
@@ -69,6 +71,7 @@ def make_stages(
             cuda_graphs=cuda_graphs,
             recompute=plan.cut is None and index in plan.schedule.shares,
             offload=offload,
+            slices=slices,
         )
         for index, module in sorted(plan.modules.items())
     }

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from sternway.pipeline.step._guard import Guard
 from sternway.pipeline.step._microbatch import ChunkSpec
 from sternway.pipeline.step._runner import StepRunner
 from sternway.pipeline.step._scaler import GradScaler
+from sternway.pipeline.step._slices import Slices
 from sternway.pipeline.step._stage import LossFn, Stage
 from sternway.pipeline.step._tuner import Tuner
 from sternway.pipeline.transport._clock import clock_offsets
@@ -79,6 +81,7 @@ class PipelineArguments:
     mesh: Any
     pp_dim: str
     data_dims: Sequence[str] | None
+    cp_dim: str | None
     shard: ShardFn | None
     gathered: int | None
     chunk: ChunkSpec
@@ -132,6 +135,7 @@ class _Ground:
     device: torch.device | None  # for weights that are to come
     ranks: int
     offload: Callable[[], Offload] | None  # makes what moves microbatches, if there is somewhere to go
+    slices: Slices | None  # the processes that share this one's sequences, if there are some
 
     @property
     def ranks_here(self) -> tuple[int, ...]:
@@ -149,7 +153,7 @@ def assemble(given: PipelineArguments) -> PipelineParts:
     request = _request(given, ground)
     plan = agreed_plan(request, transport)
     crew = transport.crew() if ground.mesh is None else transport.crew_apart(ground.mesh.everyone)
-    check_same_weights(given.stages, crew.share)
+    check_same_weights(given.stages, () if ground.mesh is None else ground.mesh.along(ground.mesh.data), crew.share)
     gathered = given.gathered if plan.gathered is None else plan.gathered
     if plan.schedule.recompute:
         transport.crew().agree(lambda: check_recompute(plan, given.cuda_graphs))
@@ -167,7 +171,7 @@ def assemble(given: PipelineArguments) -> PipelineParts:
     offsets = clock_offsets(transport, ground.ranks)
     runner = StepRunner(
         stages, schedule, routes, transport, ground.ranks_here, gradients, guard,
-        given.chunk, offsets, plan.costs, tuner,
+        given.chunk, offsets, plan.costs, tuner, ground.slices,
     )  # fmt: skip
     return PipelineParts(transport, ground.mesh, plan, stages, ties, gradients, guard, runner, tuner)
 
@@ -178,11 +182,11 @@ def _ground(given: PipelineArguments) -> _Ground:
         stages=given.stages, schedule=given.schedule, n_microbatches=given.n_microbatches, ranks=given.ranks,
         transport=given.transport, chunk=given.chunk, loss_fn=given.loss_fn, reports=given.reports, mesh=given.mesh,
         scaler=given.scaler, reduce_dtype=given.reduce_dtype, pp_dim=given.pp_dim, shard=given.shard,
-        gathered=given.gathered,
+        gathered=given.gathered, cp_dim=given.cp_dim,
     )  # fmt: skip
     check_weights(given.stages, given.weights, given.device)
     device = None if given.weights is None else device_of(given.device or "cpu")
-    mesh = None if given.mesh is None else PipelineMesh(given.mesh, given.pp_dim, given.data_dims)
+    mesh = None if given.mesh is None else PipelineMesh(given.mesh, given.pp_dim, given.data_dims, given.cp_dim)
     check_plain(given.stages, mesh)
     transport = given.transport or default_transport(mesh, given.dynamic, given.heartbeat_timeout)
     transport.place(devices_of(given.stages) if device is None else [device])
@@ -191,7 +195,11 @@ def _ground(given: PipelineArguments) -> _Ground:
     ranks = given.ranks or transport.ranks or planned
     if not ranks:
         raise PipelineError("a pipeline in one process needs the number of ranks", got="none", fix="pass ranks=")
-    return _Ground(transport, mesh, device, ranks, make_policies(given.offload_to, transport.device))
+    slices = None
+    if mesh is not None and len(mesh.slices) > 1:
+        slices = Slices(mesh.slices, transport.crew_apart(mesh.slices), transport.collective(mesh.slices))
+        transport.crew().agree(partial(slices.check_sample, given.sample, given.sample_target))
+    return _Ground(transport, mesh, device, ranks, make_policies(given.offload_to, transport.device), slices)
 
 
 def _request(given: PipelineArguments, ground: _Ground) -> BuildRequest:
@@ -240,7 +248,7 @@ def _stages(given: PipelineArguments, ground: _Ground, plan: BuildPlan) -> dict[
         )
     )
     movers = ground.offload if moves(plan.schedule) else None
-    return make_stages(plan, given.loss_fn, given.saved, given.scaler, given.cuda_graphs, movers)
+    return make_stages(plan, given.loss_fn, given.saved, given.scaler, given.cuda_graphs, movers, ground.slices)
 
 
 def _gradients(

@@ -47,6 +47,7 @@ _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "shard": ("be a function of a stage", lambda value: value is None or callable(value)),
     "gathered": ("be a number from 1 on", _is_count),
     "pp_dim": ("be a name", lambda value: isinstance(value, str)),
+    "cp_dim": ("be a name", lambda value: isinstance(value, str | None)),
     "reports": ("be a folder", lambda value: isinstance(value, str | os.PathLike | None)),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from sternway import schedule as schedules
 from sternway.errors import PipelineError
 from sternway.pipeline.build._blocks import recomputing
+from sternway.pipeline.build._copied import copied
 from sternway.pipeline.build._measure import agreed_costs, measure
 from sternway.pipeline.build._offload import agreed_rate, moves
 from sternway.pipeline.build._partition import Layout, lay_out, weights
@@ -128,7 +128,7 @@ def choose(request: BuildRequest, draft: Draft, transport: Transport) -> PlanOpt
     spans, shard = [], request.shard if _can_copy(request, transport) else None
     options = sorted(draft.options, key=lambda option: option.cost())[:_REHEARSED]
     for option in options:
-        model = request.stages if shard is None else copy.deepcopy(request.stages)
+        model = request.stages if shard is None else copied(request.stages)
         with recomputing(model, draft.layout, option.starts, option.schedule.shares):
             cut = draft.layout.cut(model, option.starts)
             parts = {index: ModelPart(cut, index) for index in stages_here(request, transport, option.schedule)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sternway.errors import PipelineError
+from sternway.pipeline.build._copied import copied
 from sternway.pipeline.build._profile import total_loss
 
 
@@ -41,4 +41,4 @@ def shadow(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(tensor): blank(tensor) for tensor in (*model.buffers(), *held)}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(blank(parameter), requires_grad=parameter.requires_grad)
-    return copy.deepcopy(model, memo)
+    return copied(model, memo)

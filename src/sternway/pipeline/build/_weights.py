@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway.errors import PipelineError
+from sternway.pipeline.build._copied import copied
 
 Weights = Callable[[Sequence[str]], Mapping[str, Tensor]]
 """Given names of parameters and saved buffers, these tensors."""
@@ -33,7 +33,7 @@ def on_zeros(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         if buffer.is_meta:
             memo[id(buffer)] = torch.zeros(buffer.shape, dtype=buffer.dtype)
-    return copy.deepcopy(model, memo).cpu()
+    return copied(model, memo).cpu()
 
 
 def fill(model: nn.Module, names: Collection[str], weights: Weights, device: torch.device) -> None:

@@ -24,6 +24,7 @@ from sternway.pipeline.step._microbatch import (
     rows_of,
     weights,
 )
+from sternway.pipeline.step._slices import shapes_of
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.transport import _later
 from sternway.pipeline.transport._facts import checksum, sample_checksum
@@ -45,6 +46,10 @@ class Batch:
         if not isinstance(chunk, Chunk):
             return 0
         return rows_of([self.inputs, self.keywords], chunk.dim) or 0
+
+    def shapes(self, training: bool) -> str:
+        """What processes that have slices of the same sequences must have alike."""
+        return f"{'step' if training else 'evaluate'} with {shapes_of([*self.inputs, self.keywords, self.target])}"
 
     def target_checksum(self, chunk: ChunkSpec, rows: int, *, may_wait: bool) -> int:
         """A number that most likely differs where targets do.

@@ -22,8 +22,9 @@ from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import IGNORED
 from sternway.pipeline.forward._plain import PlainAttributes
 from sternway.pipeline.forward._untouched import untouched
-from sternway.pipeline.step._mean import Answer, check_mean, check_numbers, has_rows, numbers_used
+from sternway.pipeline.step._mean import Answer, check_mean, check_numbers, check_positions, has_rows, numbers_used
 from sternway.pipeline.step._microbatch import Microbatch
+from sternway.pipeline.step._slices import SliceCounts, Slices
 from sternway.pipeline.transport import _later
 
 _STEPS = 8  # in which numbers of the output are looked at: a head of zeros gives the same ones at first
@@ -38,7 +39,10 @@ _LEAST = 1e-12
 class WeighedLoss:
     """Calls the ``loss_fn`` of one step's microbatches, and weighs each."""
 
-    def __init__(self) -> None:
+    def __init__(self, slices: Slices | None = None) -> None:
+        self._slices = slices  # the processes that have the rest of the sequences, if there are some
+        self._shared: SliceCounts | None = None  # what the losses of all of them count in this step
+        self._asks_positions, self._asked_positions = slices is not None, False
         self._counts: list[_Count] = []  # of each microbatch of this step, looked ahead
         self._whole: _Count = 0.0  # their sum
         self._found: list[tuple[_Count, _Count]] = []  # of those that have run, what the count is, and was ahead
@@ -53,12 +57,16 @@ class WeighedLoss:
         loss = loss_fn(output, microbatch.target)
         if isinstance(loss, tuple) and len(loss) == 2:
             total, count = not_half(_one_number(loss[0])), loss[1]
-            self._note(loss_fn, output, microbatch, _number(count, total.device))
+            self._ask_positions(loss_fn, output, microbatch, is_counted=True)
+            self._note(loss_fn, output, microbatch, _number(count, total.device), total.device)
             part = _divided(total, self._whole)
         else:
             if microbatch.weight < 1 and torch.is_grad_enabled():
                 self._ask(loss_fn, output, microbatch)
+            self._ask_positions(loss_fn, output, microbatch, is_counted=False)
             total, self._uneven = _one_number(loss), microbatch.uneven
+            if self._slices is not None:
+                self._share(False, labels_in(microbatch.targets or [microbatch.target]), total.device)
             part = not_half(total) * microbatch.weight
         if _later.is_here(total):
             self.check()
@@ -73,13 +81,28 @@ class WeighedLoss:
         if self._asks and has_rows(output, microbatch.target, microbatch.dim):
             self._answers.add(check_mean(_aside(loss_fn), output, microbatch.target, microbatch.dim))
 
-    def _note(self, loss_fn: LossFn, output: Any, microbatch: Microbatch, count: _Count) -> None:
+    def _ask_positions(self, loss_fn: LossFn, output: Any, microbatch: Microbatch, *, is_counted: bool) -> None:
+        """Raise if the losses of slices do not add up to that of the sequence, as far as seen in the first step."""
+        dim = 1 - microbatch.dim  # positions are beside the rows
+        if self._asks_positions and dim >= 0 and torch.is_grad_enabled():
+            self._asked_positions = True
+            if has_rows(output, microbatch.target, dim):
+                check_positions(_aside(loss_fn), output, microbatch.target, dim, is_counted)
+
+    def _share(self, is_counted: bool, count: _Count, device: torch.device) -> None:
+        """Tell the processes with the other slices what the loss counts here, once in a step."""
+        if self._slices is not None and self._shared is None:
+            self._shared = SliceCounts(self._slices, is_counted, count, device)
+
+    def _note(self, loss_fn: LossFn, output: Any, microbatch: Microbatch, count: _Count, device: torch.device) -> None:
         """Count the targets of all microbatches, if this is the first of a step, and note what this one's count is."""
         targets = microbatch.targets or [microbatch.target]  # a sample has no others
         if not self._counts:
-            device = count.device if isinstance(count, Tensor) else None
-            self._counts = [_number(_count(loss_fn, output, target), device) for target in targets]
+            there = count.device if isinstance(count, Tensor) else None
+            self._counts = [_number(_count(loss_fn, output, target), there) for target in targets]
             total = sum(self._counts)
+            self._share(True, total, device)
+            total = total if self._shared is None else self._shared.mean
             self._whole = total.clamp(min=_LEAST) if isinstance(total, Tensor) else max(total, _LEAST)
         ahead = next(c for c, t in zip(self._counts, targets, strict=True) if t is microbatch.target)
         self._found.append((count, ahead))
@@ -92,6 +115,8 @@ class WeighedLoss:
         On a GPU it waits for the beginning of the step, and for the last microbatch if it counts, while the rest of the
         step is waiting to run.
         """
+        if self._shared is not None:
+            self._shared.check()
         if self._uneven is not None and self._uneven():
             raise PipelineError(
                 f"the targets that are not {IGNORED} are not spread evenly over the microbatches, so means of them do "
@@ -110,7 +135,8 @@ class WeighedLoss:
     def clear(self) -> None:
         """The step is over."""
         self._counts, self._found, self._whole = [], [], 0.0
-        self._uneven = self._unlike = None
+        self._uneven = self._unlike = self._shared = None
+        self._asks_positions = self._asks_positions and not self._asked_positions
         self._steps = _STEPS if self._numbers == [] else self._steps + (self._numbers is not None)
         self._numbers = None
         if "never" in self._answers and "seen" not in self._answers:
@@ -214,6 +240,12 @@ def uneven(targets: list[Any]) -> Callable[[], bool] | None:
     spread = torch.stack(shares)
     wait = _later.to_host((spread != spread[0]).any().float())
     return lambda: wait()[0][0] > 0
+
+
+def labels_in(targets: list[Any]) -> Tensor | float:
+    """How many integers among the targets are not -100."""
+    labels = [leaf for target in targets for leaf in leaves(target) if _is_labels(leaf)]
+    return torch.stack([(each != IGNORED).sum() for each in labels]).sum().double() if labels else 0.0
 
 
 def _is_labels(leaf: Any) -> bool:

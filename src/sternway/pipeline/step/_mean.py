@@ -5,6 +5,9 @@ and one with weights of classes are not, and gradients would be wrong without no
 two rows of each microbatch is compared with those of each of them. In later steps it is not: on a GPU the host would
 wait for it.
 
+Where sequences are cut into slices, a loss must be the mean over positions in the same way, or its sum and its count
+must add up. One that shifts labels by itself does not: at the end of each slice it would leave one out.
+
 A number that the model itself returns (a loss, or a term that balances experts) has no rows to take. If it is another
 one for each microbatch, it was made from their rows, and nobody but the user can say how it adds up.
 """
@@ -15,6 +18,7 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -35,6 +39,37 @@ _FIX = (
     "other in each microbatch, (loss * rows, rows)"
 )
 
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What a loss must be, and the words of the error if it is not.
+
+    Attributes:
+        rule: what it must be.
+        name: of what it is a mean over.
+        fix: how to mend it.
+        takes_ignored: whether labels that do not count make no difference.
+    """
+
+    rule: str
+    name: str
+    fix: str
+    takes_ignored: bool = False
+
+
+_ROWS = _Rule("loss_fn must return the mean over the rows: only then microbatches add up to the batch", "rows", _FIX)
+_SHIFT = "shift labels before sequences are cut into slices, not in loss_fn"
+_POSITIONS = _Rule(
+    "loss_fn must return the mean over the positions: only then slices of a sequence add up to the whole",
+    "positions",
+    f"return (sum, count): the sum over positions, and how many there are; {_SHIFT}",
+)
+_ADDED = _Rule(
+    "the sum and the count that loss_fn returns must add up over positions: only then slices of a sequence do",
+    "positions",
+    f"sum over positions, and count these; {_SHIFT}",
+    takes_ignored=True,
+)
 
 Answer = Literal["seen", "not now", "never"]
 """Whether it could be seen that a loss is a mean: not with these rows, or not with any so few."""
@@ -67,7 +102,32 @@ def has_rows(output: Any, target: Any, dim: int) -> bool:
     return len(rows) == 1 and rows.pop() >= 2
 
 
-def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: int) -> Answer:
+def check_positions(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: int, is_counted: bool) -> None:
+    """Raise if the losses of slices of sequences do not add up to that of the whole, as far as that can be seen.
+
+    Args:
+        call: the loss, which leaves nothing changed.
+        output: of a microbatch that ``has_rows`` along ``dim``.
+        target: of the same.
+        dim: where the positions are.
+        is_counted: whether the loss is a sum and a count.
+    """
+    if not is_counted:
+        check_mean(call, output, target, dim, _POSITIONS)
+        return
+
+    def for_each_position(which: int) -> Callable[[Any, Any], Any]:
+        def found(output: Any, target: Any) -> Any:
+            count = next(t.shape[dim] for t in leaves([output, target]) if isinstance(t, Tensor) and t.ndim > dim)
+            return torch.as_tensor(call(output, target)[which], dtype=torch.float64) / count
+
+        return found
+
+    for which in (0, 1):
+        check_mean(for_each_position(which), output, target, dim, _ADDED)
+
+
+def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: int, words: _Rule = _ROWS) -> Answer:
     """Raise if a loss is not the mean over rows; returns whether that could be seen.
 
     Args:
@@ -75,9 +135,11 @@ def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: i
         output: of a microbatch that ``has_rows``.
         target: of the same.
         dim: where the rows are.
+        words: what is asked, if not about rows.
     """
     cut = [leaf for leaf in leaves([output, target]) if isinstance(leaf, Tensor) and leaf.ndim > dim]
-    if any(not t.is_floating_point() and bool((t.narrow(dim, 0, 2) == IGNORED).any()) for t in cut):
+    labels = [] if words.takes_ignored else [t for t in cut if not t.is_floating_point()]
+    if any(bool((t.narrow(dim, 0, 2) == IGNORED).any()) for t in labels):
         return "not now"  # means over other labels have a check of their own
 
     rows = min(tensor.shape[dim] for tensor in cut)
@@ -117,11 +179,11 @@ def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: i
             return "never"
     size = max(abs(both), abs(first), abs(second))  # the two may nearly cancel
     if abs(both - (first + second) / 2) > (0.05 if half else 1e-3 if coarse else 5e-5) * size + 1e-6:
-        many = {1: "two rows", 2: "four rows"}[part]
+        many = f"{ {1: 'two', 2: 'four'}[part] } {words.name}"
         raise PipelineError(
-            "loss_fn must return the mean over the rows: only then microbatches add up to the batch",
+            words.rule,
             got=f"{both:g} for {many}, and {first:g} and {second:g} for each {'of them' if part == 1 else 'half'}",
-            fix=_FIX,
+            fix=words.fix,
         )
     return "seen"
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sternway.pipeline.step._slices import Slices
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.step._times import RankTimes
 from sternway.pipeline.transport._later import Rows
@@ -62,13 +63,19 @@ class StepResult:
 
 
 def collect_loss(
-    stages: dict[int, Stage], schedule: Schedule, transport: Transport, training: bool, everywhere: bool
+    stages: dict[int, Stage],
+    schedule: Schedule,
+    transport: Transport,
+    slices: Slices | None,
+    training: bool,
+    everywhere: bool,
 ) -> Tensor | None:
-    """The loss of a step, from the last stage."""
+    """The loss of a step, from the last stage; of whole sequences, where each process has a slice."""
     last, loss = schedule.num_stages - 1, None
     if last in stages and stages[last].losses:
         losses = stages[last].losses
         loss = torch.stack([losses[i] for i in sorted(losses)]).sum()
+        loss = loss if slices is None else slices.mean(loss)
     if not everywhere or not transport.mine:
         return loss
     told = torch.zeros(2, device=transport.device)  # the loss, and whether there is one

@@ -32,6 +32,7 @@ from sternway.pipeline.step._microbatch import Chunk, ChunkSpec, Microbatch
 from sternway.pipeline.step._random import own_random_numbers, step_seed
 from sternway.pipeline.step._result import StepResult, collect_loss, gather_timeline
 from sternway.pipeline.step._run import RankStep, run_rank
+from sternway.pipeline.step._slices import Slices
 from sternway.pipeline.step._stage import Stage
 from sternway.pipeline.step._state import StateBefore
 from sternway.pipeline.step._times import RankTimes, StreamClock, StreamTimes
@@ -89,9 +90,10 @@ class StepRunner:
         offsets: list[float],
         costs: Costs,
         tuner: Tuner | None = None,
+        slices: Slices | None = None,
     ) -> None:
         self._stages, self.schedule, self._routes, self._transport = stages, schedule, routes, transport
-        self._tuner = tuner
+        self._tuner, self._slices = tuner, slices
         self._ranks_here, self._gradients, self._guard, self._chunk = ranks_here, gradients, guard, chunk
         self._offsets, self._costs = offsets, costs
         self._clock = StreamClock(transport.device) if transport.device.type == "cuda" else None
@@ -150,7 +152,7 @@ class StepRunner:
         made: list[Microbatch] = []
 
         def prepare(rows: int) -> StepFacts:
-            made.extend(batch.cut(self._stages, self.schedule, self._chunk, options.training, rows))
+            made.extend(self._cut(batch, options.training, rows))
             trial = 0 if self._trial is None else self._trial.checksum
             modes = [stage.module.training for stage in self._stages.values()]
             shapes, seed = shapes_checksum(made, modes), step_seed(self.steps)
@@ -165,6 +167,14 @@ class StepRunner:
             with self._guard.whole_step():
                 facts.check(prepare(facts.rows))
         return _Work(made, facts)
+
+    def _cut(self, batch: Batch, training: bool, rows: int) -> list[Microbatch]:
+        """The microbatches; where others have the rest of these sequences, once all have made theirs."""
+
+        def made() -> list[Microbatch]:
+            return batch.cut(self._stages, self.schedule, self._chunk, training, rows)
+
+        return made() if self._slices is None else self._slices.agree(made, batch.shapes(training))
 
     def _attempt(self, work: _Work, options: StepOptions) -> StepResult | None:
         """Run a step, and confirm the optimizer step before it.
@@ -188,7 +198,7 @@ class StepRunner:
 
     def _result(self, work: _Work, options: StepOptions, times: Callable[[], RankTimes]) -> StepResult:
         stages, schedule, transport = self._stages, self.schedule, self._transport
-        loss = collect_loss(stages, schedule, transport, options.training, options.loss_everywhere)
+        loss = collect_loss(stages, schedule, transport, self._slices, options.training, options.loss_everywhere)
         outputs = self._outputs(work, options, loss)
         measured = None
         if options.record:

@@ -32,6 +32,7 @@ from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._movers import Movers
 from sternway.pipeline.step._roots import Place, Root
 from sternway.pipeline.step._shards import StageShards
+from sternway.pipeline.step._slices import Slices, own_loss_of_a_slice
 from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
 from sternway.pipeline.transport._routes import MAIN
 from sternway.saved import Offload
@@ -78,14 +79,15 @@ class Stage:
         cuda_graphs: bool = False,
         recompute: bool = False,
         offload: Callable[[], Offload] | None = None,
+        slices: Slices | None = None,
     ) -> None:
-        self._scale = scale
+        self._scale, self._slices = scale, slices
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
         self._saved = saved or nullcontext()
         self.movers = None if offload is None else Movers(offload)
         self.shards = StageShards.of(module, is_first=index == 0, is_last=is_last)
         by_fsdp = frozenset() if self.shards is None else self.shards.names
-        self._has_collectives = any(
+        self._has_collectives = slices is not None or any(
             isinstance(p, DTensor) and (name not in by_fsdp or p.device_mesh.ndim > 1)
             for name, p in module.named_parameters()
         )
@@ -100,7 +102,7 @@ class Stage:
         self._graphs: dict[int, _Graph] = {}
         self._pendings: dict[int, split.Pending] = {}
         self._device = "cpu"  # where the last I ran
-        self._weighed, self._dead = WeighedLoss(), DeadOutputs()
+        self._weighed, self._dead = WeighedLoss(slices), DeadOutputs()
 
     def forward(
         self,
@@ -191,6 +193,8 @@ class Stage:
                 raise no_shares()
             if weight is None:
                 return None
+            if self._slices is not None:
+                raise own_loss_of_a_slice()
             loss = not_half(loss_of(output))
             return (loss * weight).to(loss.dtype)
         if self.loss_fn is None or microbatch.target is None:

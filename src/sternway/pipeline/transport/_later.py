@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sternway._torch.memory import is_without_memory
+
 Rows = list[list[float]]
 
 
@@ -82,8 +84,8 @@ class LateGathers:
 
 
 def is_here(number: Tensor) -> bool:
-    """Whether the host can read a number without a wait for a GPU."""
-    return not number.is_cuda
+    """Whether the host can read a number without a wait for a GPU; not if it is only counted what the number takes."""
+    return not (number.is_cuda or is_without_memory(number))
 
 
 def to_host(number: Tensor) -> Callable[[], Rows]:

@@ -6,7 +6,8 @@ Which gradients are averaged by whom? Along a dimension of different data,
     any other that is sharded along it (experts)       has a sum over the data of all, which the pipeline divides
     any other, plain or a DTensor that is whole there  is averaged by the pipeline
 
-Along a dimension of the same data (tensor parallelism) nothing is averaged.
+Along a dimension of the same data (tensor parallelism) nothing is averaged. Slices of sequences (context parallelism)
+are different data, too.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from sternway.errors import PipelineError
 
 DATA_DIMS = ("dp", "dp_replicate", "dp_shard")
 """The names of dimensions along which processes get different rows, unless others are named."""
+CP_DIM = "cp"
+"""The name of the dimension along which they get different slices of the same sequences, unless another is named."""
 
 
 class PipelineMesh:
@@ -31,19 +34,23 @@ class PipelineMesh:
     Args:
         mesh: a DeviceMesh with named dimensions.
         pp_dim: the name of the one along which the pipeline's ranks are.
-        data_dims: the names of those along which data differ; ``DATA_DIMS``, as far as the mesh has them, by default.
+        data_dims: the names of those along which rows differ; ``DATA_DIMS``, as far as the mesh has them, by default.
+        cp_dim: the name of the one along which slices of sequences differ; ``CP_DIM``, if the mesh has it, by default.
 
     Attributes:
         names: of all dimensions.
         data: those along which data differ.
         names_data: whether the user named these.
+        slices: the global ranks of the processes with the other slices of this one's sequences, and its own.
         device_type: where its processes compute.
         pipeline: the global ranks of this process's pipeline.
         peers: those of the processes that have the same stages as this one, or shards of them.
         everyone: those of all processes of the mesh.
     """
 
-    def __init__(self, mesh: Any, pp_dim: str = "pp", data_dims: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, mesh: Any, pp_dim: str = "pp", data_dims: Sequence[str] | None = None, cp_dim: str | None = None
+    ) -> None:
         if not dist.is_initialized():
             raise PipelineError("a mesh needs torch.distributed", got="no process group", fix="start with torchrun")
         self.names: tuple[str, ...] = tuple(getattr(mesh, "mesh_dim_names", None) or ())
@@ -61,11 +68,21 @@ class PipelineMesh:
                 got=repr(data_dims),
                 fix=f"pass some of {[name for name in self.names if name != pp_dim]}",
             )
+        if cp_dim is not None and (cp_dim not in self.names or cp_dim == pp_dim):
+            raise PipelineError(
+                "cp_dim must be the name of a dimension of the mesh, other than the pipeline's",
+                got=f"{cp_dim!r}, where the mesh has {self.names}",
+                fix=f"pass one of {[name for name in self.names if name != pp_dim]}, or leave it out",
+            )
+        sliced = cp_dim or (CP_DIM if CP_DIM in self.names and pp_dim != CP_DIM else None)
+        if sliced is not None and sliced not in wanted:
+            wanted.append(sliced)
         self.data, self.names_data, self._mesh = tuple(wanted), data_dims is not None, mesh
         self._others = tuple(name for name in self.names if name != pp_dim)
         self._spanned: dict[Any, set[str]] = {}  # by the mesh of a DTensor
         self.device_type: str = mesh.device_type
         self.pipeline, self.peers, self.everyone = (self.along(dims) for dims in ([pp_dim], self._others, self.names))
+        self.slices = self.along([] if sliced is None else [sliced])
 
     def along(self, dims: Collection[str]) -> list[int]:
         """The global ranks of the processes that differ from this one along these dimensions alone, and its own."""
@@ -131,5 +148,5 @@ class PipelineMesh:
                 "along each dimension of the mesh, data or parameters must differ",
                 got=f'"{unknown[0]}", along which no parameter is a DTensor, and data_dims={self.data}',
                 fix=f"pass data_dims={(*self.data, unknown[0])} if its processes get different rows, "
-                "or shard parameters along it",
+                f'cp_dim="{unknown[0]}" if slices of the same sequences, or shard parameters along it',
             )
