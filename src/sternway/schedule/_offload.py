@@ -13,7 +13,7 @@ How late [2] may be and how early [3] costs memory, and hides more of the time: 
 as few microbatches are moved as fit. Among ways that take equally long, the one with the fewest moves is taken.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -133,8 +133,8 @@ def _placed(
     forwards = [index for index, step in enumerate(steps) if any(action.op == "F" for action in step.actions)]
     before: dict[int, list[Step]] = {}
     for (stage, number), (begun, turned) in moved.items():
-        later = [index for index in forwards if begun < index < turned]
-        gone = later[min(way[0], len(later) - 1)] if later and way[0] >= 0 else begun + 1
+        first, end = bisect_right(forwards, begun), bisect_left(forwards, turned)  # of those between F and backward
+        gone = forwards[min(first + way[0], end - 1)] if first < end and way[0] >= 0 else begun + 1
         back = max(gone, turned - way[1])
         before.setdefault(gone, []).append(Upkeep(stage, "OFFLOAD", number))
         before.setdefault(back, []).append(Upkeep(stage, "RELOAD", number))
