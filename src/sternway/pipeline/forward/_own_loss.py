@@ -49,7 +49,7 @@ def shares(labels: list[Any]) -> list[Tensor] | list[None]:
     """Each microbatch's share of the batch's labels, by each rule; None if these are not labels that can be counted."""
     if not all(isinstance(each, Tensor) and not each.is_floating_point() and each.ndim in (1, 2) for each in labels):
         return [None] * len(labels)
-    counts = torch.stack([_counts(each) for each in labels])
+    counts = torch.stack([label_counts(each) for each in labels])
     found = counts / counts.sum(0).clamp(min=1)
     found[:, _SUM] = 1
     return list(found)
@@ -61,7 +61,7 @@ def filled(labels: Tensor, rule: int) -> Tensor:
         return labels
     last = torch.zeros_like(labels, dtype=torch.bool)
     last.view(-1)[-1] = True
-    return torch.where(last & (_counts(labels)[rule] == 0), torch.zeros_like(labels), labels)
+    return torch.where(last & (label_counts(labels)[rule] == 0), torch.zeros_like(labels), labels)
 
 
 def no_shares() -> PipelineError:
@@ -73,7 +73,8 @@ def no_shares() -> PipelineError:
     )
 
 
-def _counts(labels: Tensor) -> Tensor:
+def label_counts(labels: Tensor) -> Tensor:
+    """How much labels count in a mean, by each rule."""
     counted = (labels != IGNORED).double()
     shifted = counted[..., 1:] if labels.ndim > 1 else counted
     return torch.stack([counted.sum(), shifted.sum(), torch.ones_like(counted.sum())])
@@ -103,7 +104,7 @@ def find_rule(labels: Tensor, loss_with: Callable[[Tensor], Tensor]) -> int:
             fix="begin with a batch whose first microbatch has labels in two rows",
         )
     whole, *losses = (loss_with(each).double() for each in (labels, *parts))
-    numbers, *weights = (_counts(each) for each in (labels, *parts))
+    numbers, *weights = (label_counts(each) for each in (labels, *parts))
     for place in (rule, _SUM):
         total = sum(weight[place] * loss for weight, loss in zip(weights, losses, strict=True))
         if torch.isclose(torch.as_tensor(total), whole * numbers[place], rtol=1e-4, atol=1e-7):
@@ -123,6 +124,6 @@ def _parts(labels: Tensor, rule: int) -> tuple[Tensor, Tensor] | None:
         places = torch.arange(labels.shape[1], device=labels.device)[None]
     for end in range(1, int(places.max()) + 1):
         first, second = (torch.where(chosen, labels, IGNORED) for chosen in (places < end, places >= end))
-        if bool(_counts(first)[rule]) and bool(_counts(second)[rule]):
+        if bool(label_counts(first)[rule]) and bool(label_counts(second)[rule]):
             return first, second
     return None

@@ -22,7 +22,7 @@ from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import IGNORED
 from sternway.pipeline.forward._plain import PlainAttributes
 from sternway.pipeline.forward._untouched import untouched
-from sternway.pipeline.step._mean import Answer, check_mean, check_numbers, has_rows, numbers_used
+from sternway.pipeline.step._mean import Answer, Rows, check_mean, check_numbers, numbers_used
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.transport import _later
 
@@ -45,6 +45,7 @@ class WeighedLoss:
         self._unlike: Callable[[], bool] | None = None  # whether these differ somewhere
         self._uneven: Callable[[], bool] | None = None
         self._asks, self._answers = True, set[Answer]()  # whether a loss that is one number is the mean over rows
+        self._before: Rows | None = None  # those of the microbatch before, if it has one
         self._numbers: list[float] | None = None  # those of the output that the loss of a microbatch used
         self._steps = 0  # that were asked about these
 
@@ -70,8 +71,17 @@ class WeighedLoss:
             used = numbers_used(_aside(loss_fn), output, microbatch.target)
             check_numbers(self._numbers, used)
             self._numbers = used
-        if self._asks and has_rows(output, microbatch.target, microbatch.dim):
-            self._answers.add(check_mean(_aside(loss_fn), output, microbatch.target, microbatch.dim))
+        if not self._asks:
+            return
+        rows = Rows(output, microbatch.target, microbatch.dim, microbatch.rows)
+        before, self._before = self._before, None
+        if rows.count == 1:
+            self._before = rows
+            rows = rows if before is None else before.joined(rows)
+        if rows.count > 1:
+            self._answers.add(check_mean(_aside(loss_fn), rows))
+        elif before is not None:
+            self._answers.add("never")
 
     def _note(self, loss_fn: LossFn, output: Any, microbatch: Microbatch, count: _Count) -> None:
         """Count the targets of all microbatches, if this is the first of a step, and note what this one's count is."""
@@ -120,7 +130,7 @@ class WeighedLoss:
                 "adds up",
                 stacklevel=2,
             )
-        self._asks = self._asks and not self._answers
+        self._asks, self._before = self._asks and not self._answers, None
         self._answers.clear()
 
 
