@@ -41,10 +41,13 @@ class Batch:
     stage_kwargs: dict[str, Any] | None
 
     def rows(self, chunk: ChunkSpec) -> int:
-        """How many rows the inputs have; 0 if they are not cut, or not there."""
+        """How many rows the inputs have; 0 if they are not cut, or not there. Others may have a single row for all."""
         if not isinstance(chunk, Chunk):
             return 0
-        return rows_of([self.inputs, self.keywords], chunk.dim) or 0
+        tensors = [leaf for leaf in leaves([self.inputs, self.keywords]) if isinstance(leaf, Tensor)]
+        return next((rows for leaf in tensors if (rows := rows_of(leaf, chunk.dim) or 0) > 1), 0) or (
+            rows_of(tensors, chunk.dim) or 0
+        )
 
     def target_checksum(self, chunk: ChunkSpec, rows: int, *, may_wait: bool) -> int:
         """A number that most likely differs where targets do.
@@ -86,10 +89,10 @@ class Batch:
                 got=type(self.stage_kwargs).__name__,
                 fix="pass {name: value}",
             )
-        arguments = self._cut_inputs(count, chunk) if 0 in stages else [()] * count
-        named = cut(self.keywords, count, chunk, "the batch") if 0 in stages else [None] * count
+        arguments = self._cut_inputs(count, chunk, rows) if 0 in stages else [()] * count
+        named = cut(self.keywords, count, chunk, "the batch", rows) if 0 in stages else [None] * count
         targets = cut(self.target, count, chunk, "the target") if last in stages else [None] * count
-        shared = cut(self.stage_kwargs, count, chunk, "stage_kwargs")
+        shared = cut(self.stage_kwargs, count, chunk, "stage_kwargs", rows)
         parts = weights(targets if self.target is not None else arguments, chunk)
         labels = [None] * count if 0 not in stages else [(each or {}).get(LABELS) for each in named]
         whole = 0 in stages and isinstance(stages[0].module, ModelPart)
@@ -104,9 +107,9 @@ class Batch:
             )
         ]
 
-    def _cut_inputs(self, count: int, chunk: ChunkSpec) -> list[tuple[Any, ...]]:
+    def _cut_inputs(self, count: int, chunk: ChunkSpec, rows: int) -> list[tuple[Any, ...]]:
         if not isinstance(chunk, Presplit):
-            return cut(self.inputs, count, chunk, "the batch")
+            return cut(self.inputs, count, chunk, "the batch", rows)
         each = [cut(value, count, chunk, "the batch") for value in self.inputs]
         return [tuple(pieces[index] for pieces in each) for index in range(count)]
 
