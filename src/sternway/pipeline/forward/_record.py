@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -53,7 +53,18 @@ def sample_runs() -> Iterator[None]:
 
 
 def _record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
-    with untouched(model), _as_if_training(model), uncompiled():
+    try:
+        return _recorded(model, pieces, args, kwargs, keep=False)
+    except PipelineError:
+        raise
+    except Exception:  # perhaps of a backward that the forward runs itself, by torch.autograd.grad or torch.func
+        return _recorded(model, pieces, args, kwargs, keep=True)
+
+
+def _recorded(
+    model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: bool
+) -> Flow:
+    with untouched(model), _as_if_training(model, keep), uncompiled():
         before = held_tensors(model)
         first = _follow(model, pieces, args, kwargs)
         left = first.left_behind(before, held_tensors(model))
@@ -91,10 +102,14 @@ def _drop(_: Any) -> Any:
 
 
 @contextmanager
-def _as_if_training(model: nn.Module) -> Iterator[None]:
-    """A block in which all parameters require gradients, as any of them may later. Nothing is saved for a backward."""
+def _as_if_training(model: nn.Module, keep: bool) -> Iterator[None]:
+    """A block in which all parameters require gradients, as any of them may later.
+
+    Nothing is saved for a backward, unless ``keep``.
+    """
     frozen = [p for p in model.parameters() if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _drop):
+    saved = nullcontext() if keep else torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
+    with torch.enable_grad(), saved:
         try:
             for parameter in frozen:
                 parameter.requires_grad_(True)
