@@ -1,4 +1,4 @@
-"""Forwards that run a backward of their own, for forces or energies: in one stage they are as ever, cut they are refused.
+"""Forwards that run a backward of their own, for forces or energies: in one stage as ever, through a cut refused.
 
 The sample's run saved nothing for a backward, so that each such model failed with a TypeError of torch.
 """

@@ -115,7 +115,10 @@ class Batch:
 
 
 def shapes_checksum(microbatches: list[Microbatch], modes: list[bool]) -> int:
-    """A number that changes when the shapes of a batch do, or values in it that are no tensors, or the modes."""
+    """A number that changes when the shapes of a batch do, or values in it that are no tensors, or the modes.
+
+    Modes are those of modules, and whether parameters are frozen: what is sent may need a gradient then, or not.
+    """
     specs = [pack([m.arguments, m.keywords, m.stage_kwargs])[0] for m in microbatches]
     tensors = [[(t.shape, str(t.dtype)) for t in spec.tensors] for spec in specs]
     constants = [[leaf for leaf in leaves(spec.tree) if isinstance(leaf, CONSTANT)] for spec in specs]

@@ -17,13 +17,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sternway.errors import NonfiniteError
 from sternway.pipeline.faults import _nonfinite
 from sternway.pipeline.faults._nonfinite import OnNonfinite
 from sternway.pipeline.faults._report import Progress
 from sternway.pipeline.faults._trial import Trial, Verdict
+from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.step._batch import Batch, shapes_checksum
 from sternway.pipeline.step._evaluation import joined
 from sternway.pipeline.step._grads import Gradients
@@ -153,6 +154,7 @@ class StepRunner:
             made.extend(batch.cut(self._stages, self.schedule, self._chunk, options.training, rows))
             trial = 0 if self._trial is None else self._trial.checksum
             modes = [stage.module.training for stage in self._stages.values()]
+            modes += [parameter.requires_grad for module in self._all_models() for parameter in module.parameters()]
             shapes, seed = shapes_checksum(made, modes), step_seed(self.steps)
             ends = {0, self.schedule.num_stages - 1}  # where the batch is from, and where the loss is computed
             wanted = ends & self._stages.keys()
@@ -165,6 +167,12 @@ class StepRunner:
             with self._guard.whole_step():
                 facts.check(prepare(facts.rows))
         return _Work(made, facts)
+
+    def _all_models(self) -> list[nn.Module]:
+        """Whole models, once each, and stages that were passed one by one. What others hold of a model is on meta."""
+        modules = [stage.module for stage in self._stages.values()]
+        whole = [module.model if isinstance(module, ModelPart) else module for module in modules]
+        return list({id(module): module for module in whole}.values())
 
     def _attempt(self, work: _Work, options: StepOptions) -> StepResult | None:
         """Run a step, and confirm the optimizer step before it.
