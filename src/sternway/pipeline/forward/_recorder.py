@@ -23,6 +23,7 @@ from sternway.pipeline.forward._names import (
     python_random_state,
     user_line,
 )
+from sternway.pipeline.forward._objects import GivenObjects, is_cache
 
 _OUTPUT = "return what other code needs, or pass the stages yourself, as {index: module}"
 _SHARED = "a value is changed in place through another tensor that shares its memory, in another stage"
@@ -84,12 +85,16 @@ class Recorder(Follower):
         self._use_kept(self._pieces[name])
         versions = {key: version_of(tensor) for key, tensor in self._values.items()}
         state = [[(b, version_of(b)) for b in own_buffers(each)] for each in self._pieces[name].modules()]
+        objects = GivenObjects(args, kwargs)
         self._aside = True
         try:
             result = forward(*args, **kwargs)
         finally:
             self._aside = False
         self._drawn = python_random_state()
+        if (changed := objects.changed()) is not None and not is_cache(changed):
+            what = f"{name} changes a {type(changed).__name__} that it is called with, which no other stage would see"
+            self._forbid(what, self.segment, None, _OUTPUT)
         for key, version in versions.items():
             if version_of(self._values[key]) != version:
                 self._writes[storage_id(self._values[key])] = self.segment, 0
