@@ -9,6 +9,7 @@ stage computes the loss of all labels of a microbatch, of some of them, and of t
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -114,6 +115,50 @@ def find_rule(labels: Tensor, loss_with: Callable[[Tensor], Tensor]) -> int:
         got="another loss",
         fix=_FIX,
     )
+
+
+def check_term(labels: Tensor, grads_with: Callable[[Tensor], list[Tensor]]) -> bool:
+    """Raise if a model's loss has a term that does not follow the labels, as one that balances experts.
+
+    Of such a term it is not known how it adds up. Where all labels are of one row, a loss of labels has no gradient for
+    other rows; a term has, and the same one whatever these labels are.
+
+    Args:
+        labels: of one microbatch.
+        grads_with: the gradients of what the last stage received, with other labels.
+
+    Returns:
+        Whether that could be tried: there are two rows, and two labels that differ.
+    """
+    if len(labels) < 2:
+        return False
+    counted = labels != IGNORED
+    values: Tensor = torch.unique(labels[counted])
+    if len(values) < 2:
+        return False
+    row = int(counted.view(len(labels), -1).sum(1).argmax())
+    is_row = torch.arange(len(labels), device=labels.device) == row
+    chosen = counted & is_row.view(-1, *[1] * (labels.ndim - 1))
+    changed = values.roll(-1)[torch.searchsorted(values, labels.clamp(min=values[0]).contiguous())]
+    pairs = zip(*(grads_with(torch.where(chosen, each, IGNORED)) for each in (labels, changed)), strict=True)
+    for one, other in pairs:
+        if len(one) == len(labels) and _are_some(one[~is_row], other[~is_row]):
+            raise PipelineError(
+                "the model's own loss has a term that does not follow labels=, of which it is not known how it adds up",
+                got="a gradient of rows that have no labels",
+                fix=_FIX,
+            )
+    return True
+
+
+def _are_some(one: Tensor, other: Tensor) -> bool:
+    """Whether gradients are not zeros, and alike."""
+    return bool((one.abs() > 0).any()) and torch.allclose(one, other, rtol=1e-3, atol=0)
+
+
+def nothing_moved() -> AbstractContextManager[Any]:
+    """A block in which what autograd saves stays where it is, whatever policy there is."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _parts(labels: Tensor, rule: int) -> tuple[Tensor, Tensor] | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sternway._torch.modes import buffers_by_name, has_backward_hooks, own_buffers
 from sternway._torch.tensors import version_of
@@ -18,7 +19,7 @@ from sternway.pipeline.forward._absent import like
 from sternway.pipeline.forward._attributes import OwnAttributes
 from sternway.pipeline.forward._flow import Call, Crossing, Flow
 from sternway.pipeline.forward._follow import Key
-from sternway.pipeline.forward._own_loss import LABELS, filled, find_rule, loss_of
+from sternway.pipeline.forward._own_loss import LABELS, check_term, filled, find_rule, loss_of, nothing_moved
 from sternway.pipeline.forward._python_random import python_seeded
 from sternway.pipeline.forward._record import record
 from sternway.pipeline.forward._recorder import names_of_kept
@@ -173,6 +174,7 @@ class ModelPart(nn.Module):
         self._stage = stage
         self._shields = Shield(), Shield()
         self._rule: int | None = None  # how the model's own loss averages, once it is known
+        self._is_tried = any(isinstance(p, DTensor) for p in self.parameters())  # whether it has no other term
         self.dead: list[Tensor] = []  # of what the last forward returned: values that no gradient is expected for
         self.begun: float | None = None  # when the stage's own work of the last forward began
         self.uses_own_loss = False  # whether the model itself computes the loss, in the last stage
@@ -317,6 +319,18 @@ class ModelPart(nn.Module):
                     return loss_of(StageRun(task, changed, copies, trail).run()[0])
 
             self._rule = find_rule(batch[labels], loss_with)
+        if not self._is_tried and torch.is_grad_enabled():
+
+            def grads_with(other: Tensor) -> list[Tensor]:
+                changed = {leaf: tensor.clone() for leaf, tensor in batch.items()} | {labels: other}
+                copies = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in values.items()}
+                with untouched(self, self.model), _drawing(task), nothing_moved():
+                    loss = loss_of(StageRun(task, changed, copies, trail).run()[0])
+                    own = [copy for copy in copies.values() if copy.requires_grad and copy.ndim]
+                    found = torch.autograd.grad(loss, own, allow_unused=True)
+                return [grad for grad in found if grad is not None]
+
+            self._is_tried = check_term(batch[labels], grads_with)
         return shares[self._rule]
 
 
