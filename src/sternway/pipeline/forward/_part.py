@@ -168,6 +168,7 @@ class ModelPart(nn.Module):
     def __init__(self, cut: CutModel, stage: int) -> None:
         super().__init__()
         self._outside: list[tuple[nn.Module, str, nn.Module]] = []  # buffers outside of pieces: here, and in the model
+        self._own: list[tuple[nn.Parameter, str, nn.Module, str]] = []  # those outside of pieces, and where they are
         self._fill(cut, stage)
         cut.shared_by += 1
         self._cut = (cut,)  # in a tuple, so that the whole model is not a submodule
@@ -189,7 +190,9 @@ class ModelPart(nn.Module):
             self._holder(name).add_module(name.rpartition(".")[2], cut.pieces[name])
         for name, parameter in cut.model.named_parameters(remove_duplicate=False):
             if stage in cut.stages_of[id(parameter)] and not _within(name, own):
-                self._holder(name).register_parameter(name.rpartition(".")[2], parameter)
+                path, _, short = name.rpartition(".")
+                self._holder(name).register_parameter(short, parameter)
+                self._own.append((parameter, short, cut.model.get_submodule(path), name))
         for path, module in cut.model.named_modules(remove_duplicate=False):
             for short, buffer in module.named_buffers(recurse=False):
                 name = f"{path}.{short}" if path else short
@@ -214,6 +217,16 @@ class ModelPart(nn.Module):
             now = buffers_by_name(owner).get(name)
             if now is not None and now is not getattr(holder, name) and not now.is_meta:
                 setattr(holder, name, now)
+
+    def check_parameters(self) -> None:
+        """Raise if the model has another parameter than when it was cut: the optimizer would not know it, nor ties."""
+        for parameter, short, owner, name in self._own:  # what fully_shard replaces, it replaces here too
+            if getattr(owner, short, None) is not parameter is getattr(self._holder(name), short):
+                raise PipelineError(
+                    "a parameter cannot be replaced when a pipeline has been built of its model",
+                    got=f"another {name}",
+                    fix="replace it before, or set its values: parameter.data.copy_(…)",
+                )
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """As of any module; buffers outside of pieces are those that the whole model has now."""
@@ -261,6 +274,7 @@ class ModelPart(nn.Module):
             return self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.check_parameters()
         if self._stage == 0:
             shares = kwargs.pop(SHARES, None)
             spec, tensors = pack((args, kwargs))

@@ -55,10 +55,12 @@ def sample_runs() -> Iterator[None]:
 def _record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
     try:
         return _recorded(model, pieces, args, kwargs, keep=False)
-    except PipelineError:
-        raise
-    except Exception:  # perhaps of a backward that the forward runs itself, by torch.autograd.grad or torch.func
-        return _recorded(model, pieces, args, kwargs, keep=True)
+    except PipelineError as error:
+        if not isinstance(error, _DroppedError):
+            raise
+    except Exception:  # torch.func takes no hooks
+        pass
+    return _recorded(model, pieces, args, kwargs, keep=True)
 
 
 def _recorded(
@@ -97,8 +99,20 @@ def _follow(
     return recorder
 
 
+class _DroppedError(PipelineError):
+    """A backward came upon what the sample's run did not save: its own, or a later one through what is left of it."""
+
+
 def _drop(_: Any) -> Any:
     return None
+
+
+def _dropped(_: Any) -> Any:
+    raise _DroppedError(
+        "a step used a value that the run of the sample had made, which cannot be: it saved nothing for a backward",
+        got="perhaps a cache of weights, such as torch.nn.utils.parametrize.cached()",
+        fix="make the value in every forward",
+    )
 
 
 @contextmanager
@@ -108,7 +122,7 @@ def _as_if_training(model: nn.Module, keep: bool) -> Iterator[None]:
     Nothing is saved for a backward, unless ``keep``.
     """
     frozen = [p for p in model.parameters() if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
-    saved = nullcontext() if keep else torch.autograd.graph.saved_tensors_hooks(_drop, _drop)
+    saved = nullcontext() if keep else torch.autograd.graph.saved_tensors_hooks(_drop, _dropped)
     with torch.enable_grad(), saved:
         try:
             for parameter in frozen:

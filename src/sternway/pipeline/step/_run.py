@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sternway._torch.failures import failure_of
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.step._microbatch import Microbatch
@@ -21,6 +22,11 @@ from sternway.pipeline.step._times import Spans, StreamTimes
 from sternway.pipeline.transport._payload import Payload, pack
 from sternway.pipeline.transport._routes import MessageKey, RankProgram, Receive, Routes, Send
 from sternway.schedule import Action, Schedule, Upkeep
+
+_SHARED = (
+    "make every value in the forward of its microbatch: the graph of what is made once, as of a weight that a module "
+    "caches, is freed by the backward of the first one"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,5 +148,5 @@ def _located(step: RankStep, index: int, action: Action | Upkeep, error: Excepti
     return PipelineError(
         f"{action} failed (rank {step.rank}, stage {action.stage}, action {index} of the rank)",
         got=f"{type(error).__name__}: {error}",
-        fix="see the traceback of that rank",
+        fix=_SHARED if failure_of(error) == "twice" else "see the traceback of that rank",
     )
