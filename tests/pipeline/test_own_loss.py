@@ -152,6 +152,18 @@ def test_a_head_that_begins_with_zeros() -> None:
     assert_same_grads(model, reference, rtol=1e-4, atol=1e-6)
 
 
+def test_a_head_on_frozen_layers() -> None:
+    """Nothing that the last stage receives needs a gradient."""
+    torch.manual_seed(0)
+    model = LanguageModel()
+    model.head.weight = nn.Parameter(torch.randn(WORDS, DIM))
+    model.tokens.requires_grad_(False), model.blocks.requires_grad_(False)
+    reference, batch = copy.deepcopy(model), batch_of(6)
+    build(model).step(**batch)
+    reference(**batch).loss.backward()
+    assert_same_grads(model, reference, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("kind", "labels", "message"),
     [

@@ -341,7 +341,7 @@ class ModelPart(nn.Module):
                 with untouched(self, self.model), _drawing(task), nothing_moved():
                     loss = loss_of(StageRun(task, changed, copies, trail).run()[0])
                     own = [copy for copy in copies.values() if copy.requires_grad and copy.ndim]
-                    found = torch.autograd.grad(loss, own, allow_unused=True)
+                    found = torch.autograd.grad(loss, own, allow_unused=True) if own else ()
                 return [grad for grad in found if grad is not None]
 
             self._is_tried = check_term(batch[labels], grads_with)
