@@ -1,7 +1,8 @@
-"""Values and parameters that outlive a forward: what cannot be is refused in words."""
+"""Values, parameters and names that a model and its stages have: as ever, or refused in words."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 
+from compare import assert_same_grads
 from sternway.errors import PipelineError
 from sternway.pipeline import LocalTransport, Pipeline
 
@@ -63,5 +65,33 @@ def test_a_parameter_that_is_replaced(steps: int) -> None:
     for _ in range(steps):
         pipe.step(X, target=X)
     model.scale = nn.Parameter(torch.ones(DIM))
-    with pytest.raises(PipelineError, match=r"a parameter cannot be replaced.*got another scale"):
+    with pytest.raises(PipelineError, match=r"a parameter cannot be replaced.*got another scale of Scaled"):
         pipe.step(X, target=X)
+
+
+class Named(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.first, self.last, self.name = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM), name
+        setattr(self, name, nn.Parameter(torch.ones(DIM)) if name == "weight" else nn.Linear(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, own = self.last(self.first(x)), getattr(self, self.name)
+        return own(y) if isinstance(own, nn.Module) else y * own
+
+
+@pytest.mark.parametrize("name", ["weight", "dead", "begun", "model", "attributes"])
+def test_names_that_stages_had_for_themselves(name: str) -> None:
+    """A parameter ``weight`` of the model itself was taken out of its stage, and was not trained."""
+    model = Named(name)
+    reference, pipe = copy.deepcopy(model), pipe_of(model)
+    pipe.step(X, target=X)
+    F.mse_loss(reference(X), X).backward()
+    assert_same_grads(model, reference)
+    assert {own for own, _ in pipe.named_parameters()} == {own for own, _ in model.named_parameters()}
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+
+
+def test_names_that_they_still_have_are_refused() -> None:
+    with pytest.raises(PipelineError, match="by a name that its stages need for themselves; got look_outside"):
+        pipe_of(Named("look_outside"))

@@ -74,7 +74,7 @@ class Batch:
         """
         count, last = schedule.n_microbatches, schedule.num_stages - 1
         has_loss = last in stages and stages[last].loss_fn is not None
-        by_model = last in stages and getattr(stages[last].module, "uses_own_loss", False)
+        by_model = last in stages and getattr(stages[last].module, "sternway_uses_own_loss", False)
         if training and last in stages and not by_model and (not has_loss or self.target is None):
             raise PipelineError(
                 "training needs a loss and a target on the rank of the last stage",

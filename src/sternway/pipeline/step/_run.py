@@ -100,7 +100,7 @@ def _run_action(step: RankStep, action: Action, arrived: dict[MessageKey, Payloa
         if step.training:
             seed_forward(step.seed, action.stage, i, step.device)
         if isinstance(stage.module, ModelPart):
-            stage.module.python_seed = python_seed(step.seed, i)
+            stage.module.sternway_python_seed = python_seed(step.seed, i)
         with torch.set_grad_enabled(step.training):
             made = stage.forward(i, step.microbatches[i], payloads, step.keep_outputs, moved)
         missing = {key.channel for key in step.routes.sent(action)} ^ made.keys()

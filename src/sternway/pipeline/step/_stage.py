@@ -90,7 +90,7 @@ class Stage:
             for name, p in module.named_parameters()
         )
         if isinstance(module, ModelPart):
-            module.uses_own_loss = is_last and loss_fn is None
+            module.sternway_uses_own_loss = is_last and loss_fn is None
         self.captured = CapturedStage(index, module) if cuda_graphs else None
         self._call: Callable[..., Any] = self.captured or module
         if recompute:
@@ -176,8 +176,8 @@ class Stage:
         """Where gradients will come back for what is sent, by channel."""
         dead: set[int] = set()
         if isinstance(self.module, ModelPart) and not self.is_last:
-            dead = {id(tensor) for tensor in self.module.dead}
-            self.module.dead = []  # it would keep them
+            dead = {id(tensor) for tensor in self.module.sternway_dead}
+            self.module.sternway_dead = []  # it would keep them
         return {
             name: [Root.of(tensor, id(tensor) in dead) for tensor in tensors if tensor.requires_grad]
             for name, (_, tensors) in payloads.items()
@@ -185,8 +185,8 @@ class Stage:
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
         """This microbatch's part of the loss, by ``loss_fn`` or by the model itself; None if there is none."""
-        if isinstance(self.module, ModelPart) and self.module.uses_own_loss:
-            weight = self.module.weight if microbatch.weight < 1 else 1.0
+        if isinstance(self.module, ModelPart) and self.module.sternway_uses_own_loss:
+            weight = self.module.sternway_weight if microbatch.weight < 1 else 1.0
             if weight is None and torch.is_grad_enabled():
                 raise no_shares()
             if weight is None:
@@ -200,7 +200,7 @@ class Stage:
 
     def own_losses(self) -> list[Tensor]:
         """Of each output, the loss that the model itself returned in it."""
-        if self.losses and isinstance(self.module, ModelPart) and self.module.uses_own_loss:
+        if self.losses and isinstance(self.module, ModelPart) and self.module.sternway_uses_own_loss:
             return [loss_of(output) for output in self.outputs.values()]
         return []
 
