@@ -82,8 +82,7 @@ class Rows:
         is_sharded = any(isinstance(leaf, DTensor) for leaf in leaves([output, target]))
         self.count = math.gcd(rows, *sizes) if goals and made and not is_sharded else 0
         self.tensors: list[Tensor] = [*made, *goals] if self.count else []
-        labels = (goal for goal in goals if not goal.is_floating_point())
-        self._labels = next((each for each in labels if self.count and bool((each == IGNORED).any())), None)
+        self._integers = [goal for goal in goals if not goal.is_floating_point()]
 
     def take(self, first: int, count: int) -> tuple[Any, Any]:
         """Output and target of ``count`` parts from the ``first`` on."""
@@ -99,7 +98,8 @@ class Rows:
 
     def labels(self, first: int, count: int) -> Tensor | None:
         """The labels of these parts, if some are ignored."""
-        return None if self._labels is None else self._part(self._labels, first, count).movedim(self._dim, 0)
+        labels = next((each for each in self._integers if bool((each == IGNORED).any())), None)
+        return None if labels is None else self._part(labels, first, count).movedim(self._dim, 0)
 
     def joined(self, other: Rows) -> Rows:
         """The rows of both, if they are alike; else none."""
