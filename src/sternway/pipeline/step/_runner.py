@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +100,7 @@ class StepRunner:
         self._last: _Work | None = None  # of the last training step
         self._trial: Trial | None = None
         self._clips = False  # whether the last norm was too large
+        self._writes: WeakKeyDictionary[torch.optim.Optimizer, bool | None] = WeakKeyDictionary()  # to gradients
         self._times: Callable[[], RankTimes] | None = None  # of the last training step, if it was recorded
         self.steps, self.skipped = 0, 0
         self._plan_graphs()
@@ -281,7 +283,8 @@ class StepRunner:
             squares = self._transport.gather_later(to_host(self._gradients.square_norm()))
             if clip and max_norm is not None:
                 self._gradients.clip(max_norm)
-        self._trial = Trial(optimizer, squares, max_norm, on_nonfinite, clip)
+        self._trial = Trial(optimizer, squares, max_norm, on_nonfinite, clip, self._writes.get(optimizer))
+        self._writes[optimizer] = self._trial.writes
 
     def settle(self) -> None:
         """If an optimizer step is on trial, agree on it now."""
