@@ -215,11 +215,12 @@ class Counted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.calls = nn.Linear(DIM, DIM), 0
+        self.inner, self.calls, self.rows = nn.Linear(DIM, DIM), 0, list[int]()
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        y = self.inner(x).tanh() * self.calls + getattr(self.inner, "last", 0)
+        self.rows.append(len(x))
+        y = self.inner(x).tanh() * self.calls / sum(self.rows) ** 0.5 + getattr(self.inner, "last", 0)
         self.inner.last = y.detach()
         return y.sin()
 
@@ -241,5 +242,40 @@ def test_attributes_are_as_they_were(whole: bool) -> None:
             (F.mse_loss(alone(rows), rows) / 4).backward()
     assert_same_grads(model, alone)
     for mine, other in zip(model, alone, strict=True):
-        assert mine.calls == other.calls == 8
+        assert mine.calls == other.calls == len(mine.rows) == len(other.rows) == 8
         torch.testing.assert_close(mine.inner.last, other.inner.last)
+
+
+class Noting(nn.Module):
+    """Appends to a list that it is called with, and weighs by its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, made: list[Tensor]) -> Tensor:
+        made.append(x)
+        return self.linear(x).tanh() * len(made)
+
+
+class Noted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Noting() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, made)
+        return x + torch.stack(made).sum(0)
+
+
+def test_objects_that_are_changed_are_refused() -> None:
+    """By blocks that run again, and by those of one stage that others do not run: their list remained empty."""
+    x = torch.randn(ROWS, DIM)
+    call = RecomputedForward(block := Noting(), block)
+    with pytest.raises(PipelineError, match=r"cannot change an object.*got a Noting that changes a list"):
+        call(x, [])
+    options: dict[str, Any] = {"n_microbatches": 4, "loss_fn": F.mse_loss, "ranks": 2, "transport": LocalTransport()}
+    with pytest.raises(PipelineError, match=r"blocks\.0 changes a list that it is called with, which no other stage"):
+        Pipeline(Noted(), schedule="1f1b", **options).step(x, target=x)

@@ -84,3 +84,41 @@ def test_a_value_that_is_used_later_has_one_or_is_refused(is_here: bool) -> None
         ):
             steps(Aside(), [None, None, 0.5])
         steps(Aside(), [0.5, 0.0, 0.5])  # used in every step
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.extra = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, aside: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.main(x), self.extra(x) if aside is None else aside
+
+
+class Last(nn.Linear):
+    factor: float | None = None
+
+    def forward(self, x: Tensor, aside: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.factor is None else y + self.factor * aside
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_stages_that_were_passed_one_by_one(name: str) -> None:
+    """The weights of what the last stage leaves got zeros, by which AdamW makes them smaller."""
+    torch.manual_seed(0)
+    stages = {0: Two(), 1: Two(), 2: Last(DIM, DIM)}
+    stages[1].extra.requires_grad_(False)  # passes on what it received
+    modules = nn.ModuleList(stages.values())
+    plain = copy.deepcopy(modules)
+    pipe = Pipeline(
+        stages, schedule=name, n_microbatches=2, ranks=3, loss_fn=F.mse_loss, transport=LocalTransport()
+    )  # fmt: skip
+    x, target = torch.randn(4, DIM), torch.randn(4, DIM)
+    for factor in (None, 0.5, None, 0.0):  # of 0.0 come zeros, in one process too
+        stages[2].factor = plain[2].factor = factor
+        modules.zero_grad()
+        plain.zero_grad()
+        pipe.step(x, target=target)
+        F.mse_loss(plain[2](*plain[1](*plain[0](x))), target).backward()
+        assert_same_grads(modules, plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sternway.errors import PipelineError
-from sternway.pipeline import LocalTransport, Pipeline
+from sternway.pipeline import LocalTransport, Pipeline, Presplit
 from sternway.pipeline.step._loss import WeighedLoss
 from sternway.pipeline.transport import _later
 
@@ -125,6 +126,64 @@ def test_one_that_it_does_not_make_of_rows_is_not() -> None:
     )
     for pipe in (scaled, pair):
         assert pipe.step(X, target=GOAL).loss is not None
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "target"),
+    [(nn.CrossEntropyLoss(weight=WEIGHT), LABELS), (nn.MSELoss(reduction="sum"), GOAL), (contrastive, GOAL)],
+)
+def test_microbatches_of_one_row_are_compared_with_each_other(loss_fn: Any, target: Any) -> None:
+    with pytest.raises(PipelineError, match=r"must return the mean over the rows.*got .* for two rows"):
+        pipe_of(loss_fn, 8).step(X, target=target)
+    assert pipe_of(nn.MSELoss(), 8).step(X, target=GOAL).loss is not None
+
+
+def test_rows_that_differ_in_length_cannot_be_compared() -> None:
+    stages, x = {i: nn.Linear(DIM, DIM) for i in range(2)}, [torch.randn(1, length, DIM) for length in (2, 3)]
+    pipe = Pipeline(
+        stages, schedule="1f1b", n_microbatches=2, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport(),
+        chunk=Presplit(),
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="it could not be tried whether loss_fn is the mean over the rows"):
+        pipe.step(x, target=x)
+
+
+def flat(output: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), target.flatten(), **options)
+
+
+@pytest.mark.parametrize("n_microbatches", [2, 8])
+def test_labels_of_which_some_are_ignored(n_microbatches: int) -> None:
+    """A mean over labels was not told from a sum: rows with an ignored label were not looked at."""
+    labels = torch.arange(24).view(8, 3) % DIM
+    labels[:, 0] = -100
+    if n_microbatches == 2:  # other rows, but as many in each microbatch
+        labels[1, 1] = labels[5, 2] = -100
+    x = X[:, None].repeat(1, 3, 1)
+    for options in ({"reduction": "sum"}, {"weight": WEIGHT}):
+        with pytest.raises(PipelineError, match="must return the mean over the rows"):
+            pipe_of(partial(flat, **options), n_microbatches).step(x, target=labels)
+    pipe = pipe_of(flat, n_microbatches)
+    result = pipe.step(x, target=labels)
+    with torch.no_grad():
+        output = pipe.stages[1].module(pipe.stages[0].module(x))
+    torch.testing.assert_close(result.loss, flat(output, labels))
+
+
+def test_what_has_no_rows_does_not_hide_a_sum() -> None:
+    class WithTable(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), self.weight[:1] * 2
+
+    def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+        return (output[0] - target).square().sum() + output[1].square().mean()
+
+    stages = {0: nn.Linear(DIM, DIM), 1: WithTable(DIM, DIM)}
+    pipe = Pipeline(
+        stages, schedule="1f1b", n_microbatches=2, ranks=2, loss_fn=loss_fn, transport=LocalTransport()
+    )  # fmt: skip
+    with pytest.raises(PipelineError, match="must return the mean over the rows"):
+        pipe.step(X, target=GOAL)
 
 
 def test_every_microbatch_of_the_first_step_is_asked() -> None:

@@ -51,8 +51,8 @@ class Normed(Layers):
 
 
 def build(model: nn.Module, sample: Tensor = X[:2], **options: Any) -> Pipeline:
-    options = {"loss_fn": F.mse_loss, "cuts": ["layers.2"]} | options
-    return Pipeline(model, schedule="zb-h1", n_microbatches=2, sample=sample, **options)
+    options = {"loss_fn": F.mse_loss, "cuts": ["layers.2"], "schedule": "zb-h1"} | options
+    return Pipeline(model, n_microbatches=2, sample=sample, **options)
 
 
 def assert_same(pipe: Pipeline, plain: nn.Module) -> None:
@@ -82,23 +82,31 @@ def _missing() -> None:
     pipe.close()
 
 
-def _thawed(rank: int, folder: str) -> None:
+def _thawed() -> None:
+    """Whoever freezes layers of the model, on every rank, had to say dynamic=True."""
+    for dynamic in (True, False):
+        model = Layers()
+        _freeze(True, model)
+        plain, pipe = copy.deepcopy(model), build(model, dynamic=dynamic)
+        for frozen in (True, False, True):
+            _freeze(frozen, model, plain)
+            model.layers[0].requires_grad_(False)  # the stage sends what needs a gradient, or not, all the same
+            plain.layers[0].requires_grad_(False)
+            pipe.step(X, target=X)
+            F.mse_loss(plain(X), X).backward()
+            assert_same(pipe, plain)
+        pipe.close()
+
+
+def _thawed_alone(rank: int, folder: str) -> None:
+    """A layer that the second rank thaws, and the first one does not know of."""
     model = Layers()
-    _freeze(True, model)
-    plain, pipe = copy.deepcopy(model), build(model, dynamic=True)
-    for frozen in (True, False, True):
-        _freeze(frozen, model, plain)
-        pipe.step(X, target=X)
-        F.mse_loss(plain(X), X).backward()
-        assert_same(pipe, plain)
-    pipe.close()
-    model = Layers()
-    _freeze(True, model)
-    pipe = build(model, reports=folder)
+    model.layers[:3].requires_grad_(False)
+    pipe = build(model, schedule="zb-v", cuts=["layers.1", "layers.2", "layers.3"], reports=folder)
     pipe.step(X, target=X)
-    dist.barrier()  # rank 0, which waits for no gradient, would fail while rank 1 is in the step before
-    _freeze(False, model)
-    kind = LostRankError if rank else PipelineError
+    dist.barrier()  # rank 1, which waits for no gradient, would fail while rank 0 is in the step before
+    model.layers[2].requires_grad_(rank == 1)
+    kind = PipelineError if rank == 1 else LostRankError
     with pytest.raises(kind, match=r"need gradients as there; got float32 with gradient, not float32 without gradient"):
         pipe.step(X, target=X)
 
@@ -138,7 +146,8 @@ def _on_ranks(rank: int, folder: str) -> None:
     _missing()
     _infinite()
     _complex()
-    _thawed(rank, folder)
+    _thawed()
+    _thawed_alone(rank, folder)
 
 
 def test_on_two_ranks(tmp_path: Path) -> None:

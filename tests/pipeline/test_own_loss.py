@@ -76,7 +76,12 @@ class LanguageModel(nn.Module):
         if self.kind == "odd":
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten()).sqrt()
         reduction = "sum" if self.kind == "sum" else "mean"
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+        if self.kind == "decay":
+            loss = loss + 0.1 * self.head.weight.square().sum()
+        if self.kind == "term":  # as one that balances experts
+            loss = loss + 0.1 * logits.logsumexp(-1).square().mean()
+        return loss
 
 
 def batch_of(rows: int, kind: str = "shifted") -> dict[str, Tensor]:
@@ -98,7 +103,7 @@ def build(model: nn.Module, microbatches: int = 3, **options: Any) -> Pipeline:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 @pytest.mark.parametrize("container", [Output, Output2])
-@pytest.mark.parametrize("kind", ["shifted", "tokens", "sum", "classes"])
+@pytest.mark.parametrize("kind", ["shifted", "tokens", "sum", "classes", "decay"])
 def test_equals_the_loss_of_the_whole_batch(kind: str, container: type, schedule: str) -> None:
     torch.manual_seed(0)
     model = LanguageModel(kind, container)
@@ -147,11 +152,24 @@ def test_a_head_that_begins_with_zeros() -> None:
     assert_same_grads(model, reference, rtol=1e-4, atol=1e-6)
 
 
+def test_a_head_on_frozen_layers() -> None:
+    """Nothing that the last stage receives needs a gradient."""
+    torch.manual_seed(0)
+    model = LanguageModel()
+    model.head.weight = nn.Parameter(torch.randn(WORDS, DIM))
+    model.tokens.requires_grad_(False), model.blocks.requires_grad_(False)
+    reference, batch = copy.deepcopy(model), batch_of(6)
+    build(model).step(**batch)
+    reference(**batch).loss.backward()
+    assert_same_grads(model, reference, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("kind", "labels", "message"),
     [
         ("distance", torch.zeros(6, WORDS), "needs labels= of integers.* Fix: pass loss_fn="),
         ("odd", None, "own loss must be a mean over the labels.*got another loss"),
+        ("term", None, "own loss has a term that does not follow labels=.*got a gradient of rows that have no labels"),
         ("tokens", torch.full((6, LENGTH), -100), "not seen from so few labels"),
     ],
 )

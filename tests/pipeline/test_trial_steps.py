@@ -75,6 +75,41 @@ def test_a_repeated_step_has_the_learning_rate_that_it_had(kind: type[torch.opti
     assert options[0] == options[1]
 
 
+class Decaying(torch.optim.SGD):
+    """Writes to gradients, as optimizers may."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.grad.add_(parameter, alpha=0.5)
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Decaying])
+def test_a_repeated_step_has_the_gradients_that_it_had(kind: type[torch.optim.SGD]) -> None:
+    """SGD adds its momentum to them, if that is nesterov's and it takes all at once, as by default on a GPU."""
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    plain = copy.deepcopy(model)
+    pipe = pipe_of(model)
+    mine, other = (kind(each.parameters(), 0.1, momentum=0.9, nesterov=True, foreach=True) for each in (pipe, plain))
+    for number in range(6):
+        x, target = batch()
+        limit = 0.01 if number % 2 else 100.0  # so that every second step is repeated
+        pipe.step(x, target=target)
+        pipe.optimizer_step(mine, max_norm=limit)
+        plain_step(plain, x, target)
+        nn.utils.clip_grad_norm_(plain.parameters(), limit)
+        other.step(), other.zero_grad()
+    pipe.settle()
+    assert_same(model, plain)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    pipe = pipe_of(nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
+    with pytest.raises(PipelineError, match=r"cannot run steps of a pipeline by itself.*got LBFGS"):
+        pipe.optimizer_step(torch.optim.LBFGS(pipe.parameters()))
+
+
 class Normed(nn.Module):
     """Statistics in a module that is a stage's first, and a switch for infinities."""
 

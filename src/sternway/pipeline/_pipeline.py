@@ -273,6 +273,9 @@ class Pipeline:
             raise PipelineError(
                 "optimizer must be a torch.optim.Optimizer", got=type(optimizer).__name__, fix="pass one"
             )
+        if isinstance(optimizer, torch.optim.LBFGS):
+            rule, fix = "an optimizer cannot run steps of a pipeline by itself, as a closure would", "pass another one"
+            raise PipelineError(rule, got=type(optimizer).__name__, fix=fix)
         if self._scaler is not None:
             self._scaler.check_unscaled(optimizer)
         self._runner.optimizer_step(optimizer, max_norm, nonfinite)

@@ -48,6 +48,7 @@ class SavedBytes:
         "_packs",
         "_raw_bytes",
         "_uses",
+        "_watched",
         "arrival",
         "away",
         "data",
@@ -64,6 +65,7 @@ class SavedBytes:
         self._alias = users.detach() if users is not None else None
         self._at_version = version_of(users) if users is not None else 0
         self._changed = False
+        self._watched: tuple[tuple[Tensor, int], ...] = ()  # tensors in the same bytes that count writes by themselves
         self._packs = self._uses = 0  # saved tensors, and how many of them the backward has yet to use
         self.data: Tensor | None = flat if codec is None else codec.encode(flat.view(dtype))
         self.away: Away | None = None
@@ -80,6 +82,17 @@ class SavedBytes:
         """Whether these are the bytes of the user's own tensor, on the device."""
         return self._alias is not None
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether the user changed the bytes in place before there was a copy of them."""
+        self._check()
+        return self._changed
+
+    def watch(self, alias: Tensor) -> None:
+        """Take the bytes for changed, too, if this tensor is, which has the same ones but counts by itself."""
+        if self._alias is not None:
+            self._watched += ((alias, version_of(alias)),)
+
     def saved(self) -> None:
         """One more saved tensor needs these bytes."""
         self._packs += 1
@@ -90,7 +103,7 @@ class SavedBytes:
         assert self.data is not None
         self._check()
         self.data = self.data.clone()
-        self._alias = None
+        self._alias, self._watched = None, ()
 
     def decoded(self, data: Tensor) -> Tensor:
         """The bytes before encoding, from those that came back."""
@@ -105,8 +118,9 @@ class SavedBytes:
 
     def _check(self) -> None:
         """Note whether the user changed the bytes in place."""
-        if self._alias is not None and version_of(self._alias) != self._at_version:
-            self._changed = True
+        if self._alias is not None:
+            known = ((self._alias, self._at_version), *self._watched)
+            self._changed = self._changed or any(version_of(alias) != version for alias, version in known)
 
     # For an offloader's round
 
@@ -148,7 +162,7 @@ class SavedBytes:
     def release(self) -> None:
         """Drop the bytes on the device; the store has them."""
         self._check()
-        self.data = self._alias = None
+        self.data, self._alias, self._watched = None, None, ()
         self._line.hold(-self.nbytes)
 
     def ask(self) -> None:
@@ -174,7 +188,7 @@ class SavedBytes:
         if self.data is not None:
             if self.away is not None:
                 self.away.out.let_go(self.data)
-            self.data = self._alias = None
+            self.data, self._alias, self._watched = None, None, ()
             self._line.hold(-self.nbytes)
         if self.arrival is not None:
             self.arrival.drop()

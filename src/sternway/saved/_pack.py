@@ -27,11 +27,19 @@ from sternway.saved.policies._offload import Offload
 class Packed:
     """What autograd holds in place of a saved tensor."""
 
-    __slots__ = ("_at_version", "_hooks", "_kept", "_slot", "_view")
+    __slots__ = ("_at_version", "_hooks", "_kept", "_slot", "_view", "_watched")
 
     def __init__(self, kept: Any, slot: Slot | None, view: View | None, hooks: Hooks | None) -> None:
         self._kept, self._slot, self._view, self._hooks = kept, slot, view, hooks
         self._at_version = version_of(kept) if isinstance(kept, Tensor) else 0
+        self._watched: tuple[tuple[Tensor, int], ...] = ()
+
+    def watch(self, alias: Tensor) -> None:
+        """Take the tensor for changed, too, if this one is, which has the same memory but counts by itself."""
+        if self._slot is not None:
+            self._slot.content.watch(alias)
+        elif isinstance(self._kept, Tensor):
+            self._watched += ((alias, version_of(alias)),)
 
     def unpack(self) -> Tensor:
         """The tensor, on its device.
@@ -54,9 +62,13 @@ class Packed:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the tensor was changed in place after it was saved."""
+        """Whether the tensor was changed in place after it was saved, and there was no copy of it."""
         kept = self._kept
-        return isinstance(kept, Tensor) and self._hooks is None and version_of(kept) != self._at_version
+        if self._slot is not None:
+            return self._slot.content.is_changed
+        if not isinstance(kept, Tensor) or self._hooks is not None:
+            return False
+        return version_of(kept) != self._at_version or any(version_of(t) != before for t, before in self._watched)
 
     @property
     def nbytes(self) -> int:

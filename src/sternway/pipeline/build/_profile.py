@@ -268,7 +268,7 @@ def _forward(
             start = _now(devices)
             received = stage.forward(0, microbatch, received, keep_output=False)
             # What comes before is no work of this piece: the forward's way to it.
-            times.append(_now(devices) - (getattr(stage.module, "begun", None) or start))
+            times.append(_now(devices) - (getattr(stage.module, "sternway_begun", None) or start))
         if weigh:
             own = storage_sizes(stage.module.parameters())
             kept[stage.index] = (sum(size for key, size in sizes.items() if key not in own), 0)

@@ -5,7 +5,8 @@ wait for that would cost each rank the time of the others. In the zero-bubble pa
 rolls back if the step turns out to be wrong. The same is done here: the norm travels while the next step runs, and is
 looked at when that is done. If it was wrong, the next step ran with wrong parameters, and is run again. Where the paper
 inverts the arithmetic, a copy is kept, so that rolling back is exact. A step that is repeated has the learning rate
-that it had; what a scheduler has set since is for the next one.
+that it had; what a scheduler has set since is for the next one. It has the gradients that it had, too: some optimizers
+write to them, as torch's SGD with nesterov does where it takes many parameters at once.
 
 [1] Qi et al., Zero Bubble Pipeline Parallelism, section 4: https://arxiv.org/abs/2401.10241
 """
@@ -19,6 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from sternway._torch.tensors import version_of
+from sternway.errors import PipelineError
 from sternway.pipeline.faults._nonfinite import OnNonfinite
 from sternway.pipeline.transport._facts import checksum
 from sternway.pipeline.transport._later import Rows
@@ -36,8 +39,10 @@ class Trial:
         max_norm: clip the gradients to this norm, if given.
         on_nonfinite: what to do if gradients are not finite.
         clipped: whether the gradients are clipped already, so that a large norm is no mistake.
+        writes: whether the optimizer is known to write to gradients, or not; None if that is not known.
 
     Attributes:
+        writes: whether it did.
         exceeded: whether the norm was larger than ``max_norm``, once that is known.
     """
 
@@ -48,6 +53,7 @@ class Trial:
         max_norm: float | None,
         on_nonfinite: OnNonfinite,
         clipped: bool,
+        writes: bool | None = None,
     ) -> None:
         self.on_nonfinite, self.exceeded = on_nonfinite, False
         self.checksum = checksum(repr((max_norm, on_nonfinite)))
@@ -56,9 +62,22 @@ class Trial:
         self._values = [p.detach().clone() for p in self._parameters]
         self._states = [_copy(optimizer.state.get(p)) for p in self._parameters]
         self._options = _options(optimizer)
+        repeats, grads = max_norm is not None and not clipped, [p.grad for p in self._parameters]
+        before = [None if grad is None else version_of(grad) for grad in grads]
+        copies = (
+            [None if grad is None else grad.clone() for grad in grads] if repeats and writes is not False else grads
+        )
         optimizer.step()
         self._options_after = _options(optimizer)
-        self._grads = [p.grad for p in self._parameters]
+        after = [None if grad is None else version_of(grad) for grad in grads]
+        self.writes = before != after if any(grad is not None for grad in grads) else writes
+        if self.writes and writes is False and repeats:
+            raise PipelineError(
+                "an optimizer must write to gradients in every step, or in none",
+                got=f"{type(optimizer).__name__}, which did not before",
+                fix="call pipe.clip_grad_norm_, optimizer.step and optimizer.zero_grad instead of pipe.optimizer_step",
+            )
+        self._grads = copies if self.writes else grads
         self._drop_grads()
 
     def wait(self) -> None:

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from sternway._tree import leaves
 
 
 def function_name(function: Any) -> str:
@@ -61,6 +64,15 @@ def python_random_state() -> tuple[Any, ...]:
         return (random.getstate(),)
     kind, keys, *rest = numpy.random.get_state()
     return random.getstate(), kind, keys.tobytes(), *rest
+
+
+def backward_inputs(function: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
+    """The tensors that a backward is for; none are all that need a gradient. None if the function runs no backward."""
+    name = function_name(function)
+    if name not in ("grad", "backward"):  # torch.autograd.grad, Tensor.backward
+        return None
+    inputs = args[1] if len(args) > 1 and name == "grad" else kwargs.get("inputs")
+    return [leaf for leaf in leaves(inputs) if isinstance(leaf, Tensor)]
 
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))

@@ -9,6 +9,7 @@ stage computes the loss of all labels of a microbatch, of some of them, and of t
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def shares(labels: list[Any]) -> list[Tensor] | list[None]:
     """Each microbatch's share of the batch's labels, by each rule; None if these are not labels that can be counted."""
     if not all(isinstance(each, Tensor) and not each.is_floating_point() and each.ndim in (1, 2) for each in labels):
         return [None] * len(labels)
-    counts = torch.stack([_counts(each) for each in labels])
+    counts = torch.stack([label_counts(each) for each in labels])
     found = counts / counts.sum(0).clamp(min=1)
     found[:, _SUM] = 1
     return list(found)
@@ -61,7 +62,7 @@ def filled(labels: Tensor, rule: int) -> Tensor:
         return labels
     last = torch.zeros_like(labels, dtype=torch.bool)
     last.view(-1)[-1] = True
-    return torch.where(last & (_counts(labels)[rule] == 0), torch.zeros_like(labels), labels)
+    return torch.where(last & (label_counts(labels)[rule] == 0), torch.zeros_like(labels), labels)
 
 
 def no_shares() -> PipelineError:
@@ -73,7 +74,8 @@ def no_shares() -> PipelineError:
     )
 
 
-def _counts(labels: Tensor) -> Tensor:
+def label_counts(labels: Tensor) -> Tensor:
+    """How much labels count in a mean, by each rule."""
     counted = (labels != IGNORED).double()
     shifted = counted[..., 1:] if labels.ndim > 1 else counted
     return torch.stack([counted.sum(), shifted.sum(), torch.ones_like(counted.sum())])
@@ -103,7 +105,7 @@ def find_rule(labels: Tensor, loss_with: Callable[[Tensor], Tensor]) -> int:
             fix="begin with a batch whose first microbatch has labels in two rows",
         )
     whole, *losses = (loss_with(each).double() for each in (labels, *parts))
-    numbers, *weights = (_counts(each) for each in (labels, *parts))
+    numbers, *weights = (label_counts(each) for each in (labels, *parts))
     for place in (rule, _SUM):
         total = sum(weight[place] * loss for weight, loss in zip(weights, losses, strict=True))
         if torch.isclose(torch.as_tensor(total), whole * numbers[place], rtol=1e-4, atol=1e-7):
@@ -115,6 +117,50 @@ def find_rule(labels: Tensor, loss_with: Callable[[Tensor], Tensor]) -> int:
     )
 
 
+def check_term(labels: Tensor, grads_with: Callable[[Tensor], list[Tensor]]) -> bool:
+    """Raise if a model's loss has a term that does not follow the labels, as one that balances experts.
+
+    Of such a term it is not known how it adds up. Where all labels are of one row, a loss of labels has no gradient for
+    other rows; a term has, and the same one whatever these labels are.
+
+    Args:
+        labels: of one microbatch.
+        grads_with: the gradients of what the last stage received, with other labels.
+
+    Returns:
+        Whether that could be tried: there are two rows, and two labels that differ.
+    """
+    if len(labels) < 2:
+        return False
+    counted = labels != IGNORED
+    values: Tensor = torch.unique(labels[counted])
+    if len(values) < 2:
+        return False
+    row = int(counted.view(len(labels), -1).sum(1).argmax())
+    is_row = torch.arange(len(labels), device=labels.device) == row
+    chosen = counted & is_row.view(-1, *[1] * (labels.ndim - 1))
+    changed = values.roll(-1)[torch.searchsorted(values, labels.clamp(min=values[0]).contiguous())]
+    pairs = zip(*(grads_with(torch.where(chosen, each, IGNORED)) for each in (labels, changed)), strict=True)
+    for one, other in pairs:
+        if len(one) == len(labels) and _are_some(one[~is_row], other[~is_row]):
+            raise PipelineError(
+                "the model's own loss has a term that does not follow labels=, of which it is not known how it adds up",
+                got="a gradient of rows that have no labels",
+                fix=_FIX,
+            )
+    return True
+
+
+def _are_some(one: Tensor, other: Tensor) -> bool:
+    """Whether gradients are not zeros, and alike."""
+    return bool((one.abs() > 0).any()) and torch.allclose(one, other, rtol=1e-3, atol=0)
+
+
+def nothing_moved() -> AbstractContextManager[Any]:
+    """A block in which what autograd saves stays where it is, whatever policy there is."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 def _parts(labels: Tensor, rule: int) -> tuple[Tensor, Tensor] | None:
     """The same labels in two parts: by rows, since the labels of a row may also be inputs of the row."""
     rows = torch.arange(len(labels), device=labels.device)
@@ -123,6 +169,6 @@ def _parts(labels: Tensor, rule: int) -> tuple[Tensor, Tensor] | None:
         places = torch.arange(labels.shape[1], device=labels.device)[None]
     for end in range(1, int(places.max()) + 1):
         first, second = (torch.where(chosen, labels, IGNORED) for chosen in (places < end, places >= end))
-        if bool(_counts(first)[rule]) and bool(_counts(second)[rule]):
+        if bool(label_counts(first)[rule]) and bool(label_counts(second)[rule]):
             return first, second
     return None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sternway._torch.modes import buffers_by_name, has_backward_hooks, own_buffers
 from sternway._torch.tensors import version_of
@@ -18,7 +19,7 @@ from sternway.pipeline.forward._absent import like
 from sternway.pipeline.forward._attributes import OwnAttributes
 from sternway.pipeline.forward._flow import Call, Crossing, Flow
 from sternway.pipeline.forward._follow import Key
-from sternway.pipeline.forward._own_loss import LABELS, filled, find_rule, loss_of
+from sternway.pipeline.forward._own_loss import LABELS, check_term, filled, find_rule, loss_of, nothing_moved
 from sternway.pipeline.forward._python_random import python_seeded
 from sternway.pipeline.forward._record import record
 from sternway.pipeline.forward._recorder import names_of_kept
@@ -160,24 +161,28 @@ class ModelPart(nn.Module):
 
     The first stage is called with the arguments of the model, every other one with what the stage before returned. The
     last one returns what the model does.
+
+    What it has besides is called ``sternway_…``: its modules and parameters have the names that the model gave them.
     """
 
-    set_by_forward = ("dead", "begun", "weight")  # who replays the forward sees to these
+    set_by_forward = ("sternway_dead", "sternway_begun", "sternway_weight")  # who replays the forward sees to these
 
     def __init__(self, cut: CutModel, stage: int) -> None:
         super().__init__()
         self._outside: list[tuple[nn.Module, str, nn.Module]] = []  # buffers outside of pieces: here, and in the model
+        self._own: list[tuple[nn.Parameter, str, nn.Module, nn.Module]] = []  # those outside of pieces: here, and there
         self._fill(cut, stage)
         cut.shared_by += 1
         self._cut = (cut,)  # in a tuple, so that the whole model is not a submodule
         self._stage = stage
         self._shields = Shield(), Shield()
-        self._rule: int | None = None  # how the model's own loss averages, once it is known
-        self.dead: list[Tensor] = []  # of what the last forward returned: values that no gradient is expected for
-        self.begun: float | None = None  # when the stage's own work of the last forward began
-        self.uses_own_loss = False  # whether the model itself computes the loss, in the last stage
-        self.weight: Tensor | None = None  # of the last microbatch in the model's own loss, in the last stage
-        self.python_seed: int | None = None  # of what Python draws, the same in all stages of a microbatch
+        self._sternway_rule: int | None = None  # how the model's own loss averages, once it is known
+        self._is_tried = any(isinstance(p, DTensor) for p in self.parameters())  # whether it has no other term
+        self.sternway_dead: list[Tensor] = []  # what the last forward returned and no gradient is expected for
+        self.sternway_begun: float | None = None  # when the stage's own work of the last forward began
+        self.sternway_uses_own_loss = False  # whether the model itself computes the loss, in the last stage
+        self.sternway_weight: Tensor | None = None  # of the last microbatch in the model's own loss, in the last stage
+        self.sternway_python_seed: int | None = None  # of what Python draws, the same in all stages of a microbatch
         super().train(cut.model.training)
 
     def _fill(self, cut: CutModel, stage: int) -> None:
@@ -187,7 +192,9 @@ class ModelPart(nn.Module):
             self._holder(name).add_module(name.rpartition(".")[2], cut.pieces[name])
         for name, parameter in cut.model.named_parameters(remove_duplicate=False):
             if stage in cut.stages_of[id(parameter)] and not _within(name, own):
-                self._holder(name).register_parameter(name.rpartition(".")[2], parameter)
+                path, _, short = name.rpartition(".")
+                self._holder(name).register_parameter(short, parameter)
+                self._own.append((parameter, short, self._holder(name), cut.model.get_submodule(path)))
         for path, module in cut.model.named_modules(remove_duplicate=False):
             for short, buffer in module.named_buffers(recurse=False):
                 name = f"{path}.{short}" if path else short
@@ -199,6 +206,11 @@ class ModelPart(nn.Module):
 
     def _holder(self, name: str) -> nn.Module:
         """The module that holds what is called ``name``: as in the whole model, but empty unless it is a piece."""
+        first = name.split(".")[0]
+        if first in vars(self) or callable(getattr(type(self), first, None)) or first == "set_by_forward":
+            raise PipelineError(
+                "the model has something by a name that its stages need for themselves", got=first, fix="rename it"
+            )
         holder: nn.Module = self
         for step in name.split(".")[:-1]:
             if step not in dict(holder.named_children()):
@@ -212,6 +224,16 @@ class ModelPart(nn.Module):
             now = buffers_by_name(owner).get(name)
             if now is not None and now is not getattr(holder, name) and not now.is_meta:
                 setattr(holder, name, now)
+
+    def check_parameters(self) -> None:
+        """Raise if the model has another parameter than when it was cut: the optimizer would not know it, nor ties."""
+        for parameter, short, holder, owner in self._own:  # what fully_shard replaces, it replaces here too
+            if getattr(owner, short, None) is not parameter is getattr(holder, short):
+                raise PipelineError(
+                    "a parameter cannot be replaced when a pipeline has been built of its model",
+                    got=f"another {short} of {type(owner).__name__}",
+                    fix="replace it before, or set its values: parameter.data.copy_(…)",
+                )
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """As of any module; buffers outside of pieces are those that the whole model has now."""
@@ -259,6 +281,7 @@ class ModelPart(nn.Module):
             return self._forward(args, kwargs)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.check_parameters()
         if self._stage == 0:
             shares = kwargs.pop(SHARES, None)
             spec, tensors = pack((args, kwargs))
@@ -267,11 +290,11 @@ class ModelPart(nn.Module):
             values, trail = {}, Trail(spec.tree, [like(tensor) for tensor in tensors], crossing, [])
         else:
             batch, values, trail = args
-        task = self._task(self.python_seed if trail.crossing.draws_python else None)
-        if task.stage == task.last and self.uses_own_loss:
-            self.weight = self._own_weight(task, batch, values, trail)
-            if self._rule is not None and (leaf := _labels_leaf(trail)) is not None:
-                batch = batch | {leaf: filled(batch[leaf], self._rule)}
+        task = self._task(self.sternway_python_seed if trail.crossing.draws_python else None)
+        if task.stage == task.last and self.sternway_uses_own_loss:
+            self.sternway_weight = self._own_weight(task, batch, values, trail)
+            if self._sternway_rule is not None and (leaf := _labels_leaf(trail)) is not None:
+                batch = batch | {leaf: filled(batch[leaf], self._sternway_rule)}
         for shield in self._shields:
             shield.clear()
         self._cut[0].check_hooks()
@@ -279,7 +302,7 @@ class ModelPart(nn.Module):
         with _drawing(task):
             run = StageRun(task, self._shields[0].give(batch), self._shields[1].give(values), trail)
             result, made, noted = run.run()
-        self.begun = run.begun
+        self.sternway_begun = run.begun
         if outside:
             _check_outside(outside, self._cut[0].buffers_outside())
         for shield in self._shields:
@@ -288,7 +311,7 @@ class ModelPart(nn.Module):
             return result
         crossing = trail.crossing
         on = {key: tensor for key, tensor in values.items() if key in crossing.values[task.stage]} | made
-        self.dead = [tensor for key, tensor in on.items() if key in crossing.dead[task.stage]]
+        self.sternway_dead = [tensor for key, tensor in on.items() if key in crossing.dead[task.stage]]
         passed = crossing.batch[task.stage] | {_SHARES_LEAF}
         rest = {leaf: tensor for leaf, tensor in batch.items() if leaf in passed}
         message: Message = rest, on, Trail(trail.batch, trail.likes, crossing, [*trail.segments, *noted])
@@ -308,7 +331,7 @@ class ModelPart(nn.Module):
         shares, labels = batch.get(_SHARES_LEAF), _labels_leaf(trail)
         if shares is None or labels is None:
             return None
-        if self._rule is None:
+        if self._sternway_rule is None:
 
             def loss_with(other: Tensor) -> Tensor:
                 changed = {leaf: tensor.clone() for leaf, tensor in batch.items()} | {labels: other}
@@ -316,8 +339,20 @@ class ModelPart(nn.Module):
                     copies = {key: value.clone() for key, value in values.items()}
                     return loss_of(StageRun(task, changed, copies, trail).run()[0])
 
-            self._rule = find_rule(batch[labels], loss_with)
-        return shares[self._rule]
+            self._sternway_rule = find_rule(batch[labels], loss_with)
+        if not self._is_tried and torch.is_grad_enabled():
+
+            def grads_with(other: Tensor) -> list[Tensor]:
+                changed = {leaf: tensor.clone() for leaf, tensor in batch.items()} | {labels: other}
+                copies = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in values.items()}
+                with untouched(self, self.model), _drawing(task), nothing_moved():
+                    loss = loss_of(StageRun(task, changed, copies, trail).run()[0])
+                    own = [copy for copy in copies.values() if copy.requires_grad and copy.ndim]
+                    found = torch.autograd.grad(loss, own, allow_unused=True) if own else ()
+                return [grad for grad in found if grad is not None]
+
+            self._is_tried = check_term(batch[labels], grads_with)
+        return shares[self._sternway_rule]
 
 
 def with_models(modules: Sequence[nn.Module]) -> list[nn.Module]:

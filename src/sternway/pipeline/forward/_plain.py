@@ -18,7 +18,7 @@ from sternway._torch.tensors import version_of
 from sternway.pipeline.forward._absent import Absent
 
 _PLAIN = bool, int, float, complex, str, tuple, NoneType, Tensor
-_CONTAINERS = list, dict, set, deque
+CONTAINERS = list, dict, set, deque
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -40,7 +40,7 @@ class PlainAttributes:
         self._held = [(owner, type(owner), _plain(owner)) for owner in owners]
         values = {id(value): value for _, _, named in self._held for value in named.values()}
         values |= {id(value): value for value in others}
-        self._contents = [(each, copy.copy(each)) for each in values.values() if type(each) in _CONTAINERS]
+        self._contents = [(each, copy.copy(each)) for each in values.values() if type(each) in CONTAINERS]
         tensors = [value for value in values.values() if is_tracked(value)]
         self.tensors = [(tensor, version_of(tensor), tensor.detach().clone()) for tensor in tensors]
 
@@ -58,7 +58,7 @@ class PlainAttributes:
                     if vars(owner).get(name, named) is not value:
                         setattr(owner, name, value)
         for container, content in self._contents:
-            _refill(container, content)
+            refill(container, content)
 
 
 def is_tracked(value: Any) -> bool:
@@ -67,18 +67,23 @@ def is_tracked(value: Any) -> bool:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    kinds, named = (*_PLAIN, *_CONTAINERS), vars(module).items()
+    kinds, named = (*_PLAIN, *CONTAINERS), vars(module).items()
     return {name: value for name, value in named if isinstance(value, kinds) and name not in _OF_TORCH}
 
 
-def _refill(container: Any, content: Any) -> None:
-    """Make what is in a container what it was."""
+def holds(container: Any, content: Any) -> bool:
+    """Whether what is in a container are the same objects as in another."""
     now, before = (
         list(each.items()) if type(each) is dict else [(each,) for each in each] for each in (container, content)
     )
-    if len(now) == len(before) and all(
+    return len(now) == len(before) and all(
         one is other for mine, own in zip(now, before, strict=True) for one, other in zip(mine, own, strict=True)
-    ):
+    )
+
+
+def refill(container: Any, content: Any) -> None:
+    """Make what is in a container what it was."""
+    if holds(container, content):
         return
     container.clear()
     container.update(content) if type(container) in (dict, set) else container.extend(content)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -53,7 +53,20 @@ def sample_runs() -> Iterator[None]:
 
 
 def _record(model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flow:
-    with untouched(model), _as_if_training(model), uncompiled():
+    try:
+        return _recorded(model, pieces, args, kwargs, keep=False)
+    except PipelineError as error:
+        if not isinstance(error, _DroppedError):
+            raise
+    except Exception:  # torch.func takes no hooks
+        pass
+    return _recorded(model, pieces, args, kwargs, keep=True)
+
+
+def _recorded(
+    model: nn.Module, pieces: Mapping[str, nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: bool
+) -> Flow:
+    with untouched(model), _as_if_training(model, keep), uncompiled():
         before = held_tensors(model)
         first = _follow(model, pieces, args, kwargs)
         left = first.left_behind(before, held_tensors(model))
@@ -86,15 +99,31 @@ def _follow(
     return recorder
 
 
+class _DroppedError(PipelineError):
+    """A backward came upon what the sample's run did not save: its own, or a later one through what is left of it."""
+
+
 def _drop(_: Any) -> Any:
     return None
 
 
+def _dropped(_: Any) -> Any:
+    raise _DroppedError(
+        "a step used a value that the run of the sample had made, which cannot be: it saved nothing for a backward",
+        got="perhaps a cache of weights, such as torch.nn.utils.parametrize.cached()",
+        fix="make the value in every forward",
+    )
+
+
 @contextmanager
-def _as_if_training(model: nn.Module) -> Iterator[None]:
-    """A block in which all parameters require gradients, as any of them may later. Nothing is saved for a backward."""
+def _as_if_training(model: nn.Module, keep: bool) -> Iterator[None]:
+    """A block in which all parameters require gradients, as any of them may later.
+
+    Nothing is saved for a backward, unless ``keep``.
+    """
     frozen = [p for p in model.parameters() if not p.requires_grad and (p.is_floating_point() or p.is_complex())]
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_drop, _drop):
+    saved = nullcontext() if keep else torch.autograd.graph.saved_tensors_hooks(_drop, _dropped)
+    with torch.enable_grad(), saved:
         try:
             for parameter in frozen:
                 parameter.requires_grad_(True)

@@ -15,7 +15,15 @@ from sternway.pipeline.forward._absent import tensors_in
 from sternway.pipeline.forward._flow import Flow, Obstacle
 from sternway.pipeline.forward._follow import PIECE, Follower, Key
 from sternway.pipeline.forward._left import HeldTensor, LeftValue
-from sternway.pipeline.forward._names import FROM_PYTHON, RANDOM, function_name, python_random_state, user_line
+from sternway.pipeline.forward._names import (
+    FROM_PYTHON,
+    RANDOM,
+    backward_inputs,
+    function_name,
+    python_random_state,
+    user_line,
+)
+from sternway.pipeline.forward._objects import GivenObjects, is_cache
 
 _OUTPUT = "return what other code needs, or pass the stages yourself, as {index: module}"
 _SHARED = "a value is changed in place through another tensor that shares its memory, in another stage"
@@ -43,6 +51,7 @@ class Recorder(Follower):
             self._batch.setdefault(id(tensor), []).append(leaf)
         self._buffers = {id(buffer): name for name, buffer in model.named_buffers() if id(buffer) not in self._names}
         self._numbers: Counter[str] = Counter()
+        self._given: set[int] = set()  # what the piece that runs was called with
         self._values: dict[int, Tensor] = {}  # all values that have a key, so that no id is used twice
         self._writes: dict[int, tuple[int, int]] = {}  # storage: the segment that last changed it, and through what
         self._made_inside: dict[int, tuple[Tensor, int]] = {}  # made by a piece, and perhaps not returned
@@ -70,17 +79,22 @@ class Recorder(Follower):
         self._numbers[name] += 1
         self.next_segment()
         given = tensors_in(args, kwargs)
+        self._given = {id(tensor) for tensor in given}
         self.use(given)
         used = self._keys_of(given)
         self._use_kept(self._pieces[name])
         versions = {key: version_of(tensor) for key, tensor in self._values.items()}
         state = [[(b, version_of(b)) for b in own_buffers(each)] for each in self._pieces[name].modules()]
+        objects = GivenObjects(args, kwargs)
         self._aside = True
         try:
             result = forward(*args, **kwargs)
         finally:
             self._aside = False
         self._drawn = python_random_state()
+        if (changed := objects.changed()) is not None and not is_cache(changed):
+            what = f"{name} changes a {type(changed).__name__} that it is called with, which no other stage would see"
+            self._forbid(what, self.segment, None, _OUTPUT)
         for key, version in versions.items():
             if version_of(self._values[key]) != version:
                 self._writes[storage_id(self._values[key])] = self.segment, 0
@@ -129,6 +143,7 @@ class Recorder(Follower):
             for name in self._names.get(id(tensor), ()):
                 self.flow.kept.setdefault(name, set()).add(self.segment)
         self._use_left(given)
+        self._check_backward(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         known = {*map(id, given), *self._names, *self._batch}  # what it is given may come back, as from x.to(x.dtype)
         for tensor in tensors_in(result):
@@ -178,6 +193,7 @@ class Recorder(Follower):
 
     def glue(self, key: Key, function: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         self.use(tensors)
+        self._check_backward(function, args, kwargs)
         before = [version_of(tensor) for tensor in tensors]
         sources = [self.key_of(tensor) for tensor in tensors if self.depends(tensor)]
         used = self._keys_of(tensors)
@@ -296,6 +312,30 @@ class Recorder(Follower):
         write = self._writes.get(storage_id(tensor)) if type(tensor) is Tensor else None
         if write is not None and write[1] != id(tensor) and write[0] > key[0]:
             self._forbid(_SHARED, key[0], write[0], _SHARED_FIX)
+
+    def _check_backward(self, function: Any, args: Any, kwargs: Any) -> None:
+        """A backward that the forward runs itself goes through the whole graph from its end to its inputs."""
+        inputs = backward_inputs(function, args, kwargs)
+        if inputs is None:
+            return
+        firsts = [first for first in map(self._first_use, inputs) if first < self.segment]
+        if firsts or not inputs:
+            made, fix = (
+                min(firsts, default=0),
+                "cut before or after all of it, or let one module do it, on a detached x",
+            )
+            what = "the forward runs a backward of its own, and one stage must have all of its graph"
+            self._forbid(what, made, self.segment, fix)
+
+    def _first_use(self, tensor: Tensor) -> int:
+        """The segment where a value is made, or a tensor of the batch is first used; 0 if that is not known."""
+        key = self.key_of(tensor)
+        if key is not None:
+            return key[0]
+        if id(tensor) in self._names or (self._aside and id(tensor) not in self._given):
+            return self.segment
+        uses = [self.flow.batch_used.get(leaf, set()) for leaf in self._batch.get(id(tensor), ())]
+        return min(set().union(*uses), default=0)
 
     def _name_all(self, key: Key, results: list[Tensor], skip: list[Tensor] | None = None) -> None:
         for place, tensor in enumerate(results):

@@ -8,6 +8,7 @@ numpy, with which a forward may choose to skip a layer.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, final
@@ -21,6 +22,8 @@ from sternway._torch.memory import same_values
 from sternway._torch.tensors import version_of
 from sternway._tree import leaves
 from sternway.errors import PipelineError
+from sternway.pipeline.forward._objects import GivenObjects
+from sternway.pipeline.forward._plain import CONTAINERS, holds, refill
 from sternway.pipeline.forward._python_random import PythonRandom
 from sternway.pipeline.step._selective import is_kept
 
@@ -54,7 +57,7 @@ class RecomputedForward:
             torch.compiler.is_compiling()
         ):  # the compiler keeps changes apart from what it computes again, and chooses that
             return self._checkpoint(args, kwargs)
-        given = _tensors([args, kwargs])
+        given, objects = _tensors([args, kwargs]), GivenObjects(args, kwargs)
         versions = _versions(given)
         mode = self._module.training
         before = _Before(self._module, self._changing.get(mode), _tensors([*map(_container, args), kwargs]))
@@ -66,6 +69,12 @@ class RecomputedForward:
                 "what is recomputed cannot change in place what it is called with",
                 got=f"a {type(self._module).__name__} that does",
                 fix=_FIX,
+            )
+        if (changed := objects.changed()) is not None:
+            raise PipelineError(
+                "what is recomputed cannot change an object that it is called with: it would do so twice",
+                got=f"a {type(self._module).__name__} that changes a {type(changed).__name__}",
+                fix="pass use_cache=False, if it is a cache of transformers; else l" + _FIX[1:],
             )
         before.keep_changed()
         self._changing.setdefault(mode, frozenset(before.values))
@@ -117,6 +126,9 @@ class _Before:
         self._module, self._held, self._versions = module, held, _versions(held)
         self._attributes = _attributes(module)
         self._attributes_now: dict[_Name, Any] = {}
+        filled = {id(value): value for value in self._attributes.values() if type(value) in CONTAINERS}
+        self._contents = [(value, copy.copy(value)) for value in filled.values()]  # of lists that modules have
+        self._contents_now: list[tuple[Any, Any]] = []
         self.drawn: PythonRandom | None = None
         self._drawn_now: PythonRandom | None = None
         buffers = _buffers(module)
@@ -150,6 +162,7 @@ class _Before:
         now = _attributes(self._module)
         names = {name for name in self._attributes.keys() | now.keys() if _differ(self._attributes, now, name)}
         self._attributes = {name: self._attributes.get(name, _MISSING) for name in names}
+        self._contents = [(value, content) for value, content in self._contents if not holds(value, content)]
 
     def __enter__(self) -> None:
         if self._versions != _versions(self._held):
@@ -171,12 +184,18 @@ class _Before:
         now = _attributes(self._module) if self._attributes else {}
         self._attributes_now = {name: now.get(name, _MISSING) for name in self._attributes}
         _set_attributes(self._module, self._attributes)
+        self._contents_now = [(value, copy.copy(value)) for value, _ in self._contents]
+        for value, content in self._contents:
+            refill(value, content)
         self._now = _buffers(self._module)
         _put(self._module, {name: buffer for name, (buffer, _) in self._found.items()} | _copies(self.values))
 
     def __exit__(self, *_: object) -> None:
         _put(self._module, self._now)
         self._now = {}
+        for value, content in self._contents_now:
+            refill(value, content)
+        self._contents_now = []
         _set_attributes(self._module, self._attributes_now)
         self._attributes_now = {}
         if self._drawn_now is not None:

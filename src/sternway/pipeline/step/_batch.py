@@ -42,10 +42,13 @@ class Batch:
     stage_kwargs: dict[str, Any] | None
 
     def rows(self, chunk: ChunkSpec) -> int:
-        """How many rows the inputs have; 0 if they are not cut, or not there."""
+        """How many rows the inputs have; 0 if they are not cut, or not there. Others may have a single row for all."""
         if not isinstance(chunk, Chunk):
             return 0
-        return rows_of([self.inputs, self.keywords], chunk.dim) or 0
+        tensors = [leaf for leaf in leaves([self.inputs, self.keywords]) if isinstance(leaf, Tensor)]
+        return next((rows for leaf in tensors if (rows := rows_of(leaf, chunk.dim) or 0) > 1), 0) or (
+            rows_of(tensors, chunk.dim) or 0
+        )
 
     def shapes(self, training: bool) -> str:
         """What processes that have slices of the same sequences must have alike."""
@@ -76,7 +79,7 @@ class Batch:
         """
         count, last = schedule.n_microbatches, schedule.num_stages - 1
         has_loss = last in stages and stages[last].loss_fn is not None
-        by_model = last in stages and getattr(stages[last].module, "uses_own_loss", False)
+        by_model = last in stages and getattr(stages[last].module, "sternway_uses_own_loss", False)
         if training and last in stages and not by_model and (not has_loss or self.target is None):
             raise PipelineError(
                 "training needs a loss and a target on the rank of the last stage",
@@ -91,10 +94,10 @@ class Batch:
                 got=type(self.stage_kwargs).__name__,
                 fix="pass {name: value}",
             )
-        arguments = self._cut_inputs(count, chunk) if 0 in stages else [()] * count
-        named = cut(self.keywords, count, chunk, "the batch") if 0 in stages else [None] * count
+        arguments = self._cut_inputs(count, chunk, rows) if 0 in stages else [()] * count
+        named = cut(self.keywords, count, chunk, "the batch", rows) if 0 in stages else [None] * count
         targets = cut(self.target, count, chunk, "the target") if last in stages else [None] * count
-        shared = cut(self.stage_kwargs, count, chunk, "stage_kwargs")
+        shared = cut(self.stage_kwargs, count, chunk, "stage_kwargs", rows)
         parts = weights(targets if self.target is not None else arguments, chunk)
         labels = [None] * count if 0 not in stages else [(each or {}).get(LABELS) for each in named]
         whole = 0 in stages and isinstance(stages[0].module, ModelPart)
@@ -109,15 +112,18 @@ class Batch:
             )
         ]
 
-    def _cut_inputs(self, count: int, chunk: ChunkSpec) -> list[tuple[Any, ...]]:
+    def _cut_inputs(self, count: int, chunk: ChunkSpec, rows: int) -> list[tuple[Any, ...]]:
         if not isinstance(chunk, Presplit):
-            return cut(self.inputs, count, chunk, "the batch")
+            return cut(self.inputs, count, chunk, "the batch", rows)
         each = [cut(value, count, chunk, "the batch") for value in self.inputs]
         return [tuple(pieces[index] for pieces in each) for index in range(count)]
 
 
 def shapes_checksum(microbatches: list[Microbatch], modes: list[bool]) -> int:
-    """A number that changes when the shapes of a batch do, or values in it that are no tensors, or the modes."""
+    """A number that changes when the shapes of a batch do, or values in it that are no tensors, or the modes.
+
+    Modes are those of modules, and whether parameters are frozen: what is sent may need a gradient then, or not.
+    """
     specs = [pack([m.arguments, m.keywords, m.stage_kwargs])[0] for m in microbatches]
     tensors = [[(t.shape, str(t.dtype)) for t in spec.tensors] for spec in specs]
     constants = [[leaf for leaf in leaves(spec.tree) if isinstance(leaf, CONSTANT)] for spec in specs]

@@ -4,6 +4,9 @@ Code between the modules may send a value that leads to nothing. What comes back
 gradient. To begin a backward there would give zeros to weights that have none in one process, and an optimizer may
 change these. So the host looks whether it is zeros; but it would wait for a GPU. There it looks in the first step, then
 leaves out what was zeros, and sees at the end of each step that it was so again.
+
+Of stages that were passed one by one nobody knows what they use. Their gradients come back as they are: where there is
+none, a CPU sends a number that no gradient is made of, everywhere. A GPU sends zeros, since to look would be to wait.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
+import torch
 from torch import Tensor
 
 from sternway.errors import PipelineError
@@ -56,3 +60,23 @@ class DeadOutputs:
         self._looked |= self._now
         self._now.clear()
         self._zeros.clear()
+
+
+def no_gradient(like: Tensor) -> Tensor:
+    """What is sent in the place of a gradient that there is none of."""
+    return torch.full_like(like, _mark(like)) if _is_here(like) else torch.zeros_like(like)
+
+
+def is_none(grad: Tensor | None) -> bool:
+    """Whether ``no_gradient`` was sent."""
+    if grad is None or type(grad) is not Tensor or not grad.numel() or not _is_here(grad):
+        return False
+    return bool(grad[(0,) * grad.ndim] == _mark(grad)) and bool((grad == _mark(grad)).all())
+
+
+def _is_here(tensor: Tensor) -> bool:
+    return _later.is_here(tensor) and tensor.device.type == "cpu"
+
+
+def _mark(like: Tensor) -> float:
+    return 85 / 64 * float(torch.finfo(like.dtype).smallest_normal)  # in seven bits: bfloat16 has it, too

@@ -22,7 +22,7 @@ from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import IGNORED
 from sternway.pipeline.forward._plain import PlainAttributes
 from sternway.pipeline.forward._untouched import untouched
-from sternway.pipeline.step._mean import Answer, check_mean, check_numbers, check_positions, has_rows, numbers_used
+from sternway.pipeline.step._mean import Answer, Rows, check_mean, check_numbers, check_positions, numbers_used
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._slices import SliceCounts, Slices
 from sternway.pipeline.transport import _later
@@ -49,6 +49,7 @@ class WeighedLoss:
         self._unlike: Callable[[], bool] | None = None  # whether these differ somewhere
         self._uneven: Callable[[], bool] | None = None
         self._asks, self._answers = True, set[Answer]()  # whether a loss that is one number is the mean over rows
+        self._before: Rows | None = None  # those of the microbatch before, if it has one
         self._numbers: list[float] | None = None  # those of the output that the loss of a microbatch used
         self._steps = 0  # that were asked about these
 
@@ -78,16 +79,26 @@ class WeighedLoss:
             used = numbers_used(_aside(loss_fn), output, microbatch.target)
             check_numbers(self._numbers, used)
             self._numbers = used
-        if self._asks and has_rows(output, microbatch.target, microbatch.dim):
-            self._answers.add(check_mean(_aside(loss_fn), output, microbatch.target, microbatch.dim))
+        if not self._asks:
+            return
+        rows = Rows(output, microbatch.target, microbatch.dim, microbatch.rows)
+        before, self._before = self._before, None
+        if rows.count == 1:
+            self._before = rows
+            rows = rows if before is None else before.joined(rows)
+        if rows.count > 1:
+            self._answers.add(check_mean(_aside(loss_fn), rows))
+        elif before is not None:
+            self._answers.add("never")
 
     def _ask_positions(self, loss_fn: LossFn, output: Any, microbatch: Microbatch, *, is_counted: bool) -> None:
         """Raise if the losses of slices do not add up to that of the sequence, as far as seen in the first step."""
         dim = 1 - microbatch.dim  # positions are beside the rows
         if self._asks_positions and dim >= 0 and torch.is_grad_enabled():
             self._asked_positions = True
-            if has_rows(output, microbatch.target, dim):
-                check_positions(_aside(loss_fn), output, microbatch.target, dim, is_counted)
+            positions = Rows(output, microbatch.target, dim, 0)
+            if positions.count > 1:
+                check_positions(_aside(loss_fn), positions, dim, is_counted)
 
     def _share(self, is_counted: bool, count: _Count, device: torch.device) -> None:
         """Tell the processes with the other slices what the loss counts here, once in a step."""
@@ -146,7 +157,7 @@ class WeighedLoss:
                 "adds up",
                 stacklevel=2,
             )
-        self._asks = self._asks and not self._answers
+        self._asks, self._before = self._asks and not self._answers, None
         self._answers.clear()
 
 

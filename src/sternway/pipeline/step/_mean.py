@@ -30,7 +30,7 @@ from sternway._torch.modes import uncompiled
 from sternway._torch.saved_hooks import intercept
 from sternway._tree import leaves, replace_leaves
 from sternway.errors import PipelineError
-from sternway.pipeline.forward._own_loss import IGNORED
+from sternway.pipeline.forward._own_loss import IGNORED, label_counts
 from sternway.pipeline.forward._python_random import python_unchanged
 
 _PROCESSES = {"c10d", "_c10d_functional", "c10d_functional", "symm_mem"}  # namespaces of operators
@@ -93,66 +93,110 @@ def _alone() -> AbstractContextManager[Any]:
     return intercept(look)
 
 
-def has_rows(output: Any, target: Any, dim: int) -> bool:
-    """Whether all tensors have the same rows, and at least two of them."""
-    tensors = [leaf for leaf in leaves([output, target]) if isinstance(leaf, Tensor)]
-    rows = {tensor.shape[dim] for tensor in tensors if tensor.ndim > dim}
-    if any(0 < tensor.ndim <= dim or isinstance(tensor, DTensor) for tensor in tensors):
-        return False
-    return len(rows) == 1 and rows.pop() >= 2
+class Rows:
+    """The output of a microbatch and its target, of which rows can be taken.
+
+    Of the target all tensors have rows; of the output, those that are as long as a tensor of the target, or as the
+    microbatch. What else the model returns is the same for all rows.
+
+    Args:
+        output: of a microbatch.
+        target: of the same.
+        dim: where the rows are.
+        rows: how many the inputs have; 0 if that is not known.
+
+    Attributes:
+        count: into how many equal parts it can be cut.
+    """
+
+    def __init__(self, output: Any, target: Any, dim: int, rows: int) -> None:
+        self._output, self._target, self._dim, self._rows = output, target, dim, rows
+        goals = [leaf for leaf in leaves(target) if _is_long(leaf, dim)]
+        sizes = {goal.shape[dim] for goal in goals}
+        made = [leaf for leaf in leaves(output) if _is_long(leaf, dim) and leaf.shape[dim] in sizes | {rows}]
+        is_sharded = any(isinstance(leaf, DTensor) for leaf in leaves([output, target]))
+        self.count = math.gcd(rows, *sizes) if goals and made and not is_sharded else 0
+        self.tensors: list[Tensor] = [*made, *goals] if self.count else []
+        self._integers = [goal for goal in goals if not goal.is_floating_point()]
+
+    def take(self, first: int, count: int) -> tuple[Any, Any]:
+        """Output and target of ``count`` parts from the ``first`` on."""
+        cut = {id(tensor): self._part(tensor, first, count) for tensor in self.tensors}
+        output, target = (
+            replace_leaves(lambda leaf: cut.get(id(leaf), leaf), each) for each in (self._output, self._target)
+        )
+        return output, target
+
+    def _part(self, tensor: Tensor, first: int, count: int) -> Tensor:
+        each = tensor.shape[self._dim] // self.count
+        return tensor.detach().narrow(self._dim, first * each, count * each)
+
+    def labels(self, first: int, count: int) -> Tensor | None:
+        """The labels of these parts, if some are ignored."""
+        labels = next((each for each in self._integers if bool((each == IGNORED).any())), None)
+        return None if labels is None else self._part(labels, first, count).movedim(self._dim, 0)
+
+    def joined(self, other: Rows) -> Rows:
+        """The rows of both, if they are alike; else none."""
+        pairs = dict(zip(map(id, self.tensors), other.tensors, strict=False))
+        dim = self._dim
+        if len(self.tensors) != len(other.tensors) or any(
+            one.shape != pairs[id(one)].shape or one.dtype != pairs[id(one)].dtype for one in self.tensors
+        ):
+            return Rows((), (), dim, 0)
+        both = {id(one): torch.cat([one.detach(), pairs[id(one)].detach()], dim) for one in self.tensors}
+        output, target = (
+            replace_leaves(lambda leaf: both.get(id(leaf), leaf), each) for each in (self._output, self._target)
+        )
+        return Rows(output, target, dim, 2 * self._rows)
 
 
-def check_positions(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: int, is_counted: bool) -> None:
+def _is_long(leaf: Any, dim: int) -> bool:
+    return isinstance(leaf, Tensor) and not leaf.is_nested and leaf.layout is torch.strided and leaf.ndim > dim
+
+
+def check_positions(call: Callable[[Any, Any], Any], rows: Rows, dim: int, is_counted: bool) -> None:
     """Raise if the losses of slices of sequences do not add up to that of the whole, as far as that can be seen.
 
     Args:
         call: the loss, which leaves nothing changed.
-        output: of a microbatch that ``has_rows`` along ``dim``.
-        target: of the same.
+        rows: at least two positions, which are along ``dim``.
         dim: where the positions are.
         is_counted: whether the loss is a sum and a count.
     """
     if not is_counted:
-        check_mean(call, output, target, dim, _POSITIONS)
+        check_mean(call, rows, _POSITIONS)
         return
 
     def for_each_position(which: int) -> Callable[[Any, Any], Any]:
         def found(output: Any, target: Any) -> Any:
-            count = next(t.shape[dim] for t in leaves([output, target]) if isinstance(t, Tensor) and t.ndim > dim)
+            count = next(leaf.shape[dim] for leaf in leaves(target) if _is_long(leaf, dim))
             return torch.as_tensor(call(output, target)[which], dtype=torch.float64) / count
 
         return found
 
     for which in (0, 1):
-        check_mean(for_each_position(which), output, target, dim, _ADDED)
+        check_mean(for_each_position(which), rows, _ADDED)
 
 
-def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: int, words: _Rule = _ROWS) -> Answer:
+def check_mean(call: Callable[[Any, Any], Any], rows: Rows, words: _Rule = _ROWS) -> Answer:
     """Raise if a loss is not the mean over rows; returns whether that could be seen.
+
+    A mean over the labels that are not ignored may pass: whether these are spread evenly is looked at in every step.
 
     Args:
         call: the loss, which leaves nothing changed.
-        output: of a microbatch that ``has_rows``.
-        target: of the same.
-        dim: where the rows are.
+        rows: at least two.
         words: what is asked, if not about rows.
     """
-    cut = [leaf for leaf in leaves([output, target]) if isinstance(leaf, Tensor) and leaf.ndim > dim]
-    labels = [] if words.takes_ignored else [t for t in cut if not t.is_floating_point()]
-    if any(bool((t.narrow(dim, 0, 2) == IGNORED).any()) for t in labels):
-        return "not now"  # means over other labels have a check of their own
-
-    rows = min(tensor.shape[dim] for tensor in cut)
-    coarse = any(t.is_cuda for t in cut)  # TF32, which depends on the number of rows
-    half = any((t.is_floating_point() and t.itemsize < 4) or torch.is_autocast_enabled(t.device.type) for t in cut)
+    coarse = any(t.is_cuda for t in rows.tensors)  # TF32, which depends on the number of rows
+    half = any(
+        (t.is_floating_point() and t.itemsize < 4) or torch.is_autocast_enabled(t.device.type) for t in rows.tensors
+    )
 
     def loss_of(first: int, count: int) -> float:
         nonlocal half
-
-        def some(leaf: Any) -> Any:
-            return leaf.detach().narrow(dim, first, count) if isinstance(leaf, Tensor) and leaf.ndim > dim else leaf
-
-        found = call(replace_leaves(some, output), replace_leaves(some, target))
+        found = call(*rows.take(first, count))
         if not isinstance(found, Tensor) or found.numel() != 1:
             return math.nan
         half |= found.itemsize < 4  # it may have gone over to half precision by itself
@@ -162,7 +206,7 @@ def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: i
     with torch.no_grad(), _alone(), uncompiled(), python_unchanged(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for part in (1, 2):  # a loss may not be made for one row, as a variance is not
-            if 2 * part > rows:
+            if 2 * part > rows.count:
                 return "never"
             try:
                 both, again = loss_of(0, 2 * part), loss_of(0, 2 * part)
@@ -175,10 +219,13 @@ def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: i
                 return "not now"  # it draws random numbers, or training has gone wrong
             if math.isfinite(first) and math.isfinite(second):
                 break
+            if rows.labels(0, 1) is not None:
+                return "not now"  # a row has none that count
         else:
             return "never"
     size = max(abs(both), abs(first), abs(second))  # the two may nearly cancel
-    if abs(both - (first + second) / 2) > (0.05 if half else 1e-3 if coarse else 5e-5) * size + 1e-6:
+    error = min(abs(both - (first + one * (second - first))) for one in _shares(rows, part, words))
+    if error > (0.05 if half else 1e-3 if coarse else 5e-5) * size + 1e-6:
         many = f"{ {1: 'two', 2: 'four'}[part] } {words.name}"
         raise PipelineError(
             words.rule,
@@ -186,6 +233,17 @@ def check_mean(call: Callable[[Any, Any], Any], output: Any, target: Any, dim: i
             fix=words.fix,
         )
     return "seen"
+
+
+def _shares(rows: Rows, part: int, words: _Rule) -> list[float]:
+    """What the second part of two may count in a mean: as much as the first, or by its labels."""
+    one, other = rows.labels(0, part), rows.labels(part, part)
+    if one is None or other is None or words.takes_ignored:
+        return [0.5]
+    if words is _POSITIONS:  # none of which is shifted
+        one, other = one.flatten(), other.flatten()
+    counts = zip(label_counts(one).tolist(), label_counts(other).tolist(), strict=True)
+    return [second / (first + second) for first, second in counts if first + second]
 
 
 def numbers_used(call: Callable[[Any, Any], Any], output: Any, target: Any) -> list[float]:

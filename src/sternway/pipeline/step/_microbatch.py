@@ -58,15 +58,24 @@ class Microbatch:
     uneven: Callable[[], bool] | None = None  # whether the targets that count are spread unevenly over microbatches
 
 
-def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
+def cut(value: Any, count: int, spec: ChunkSpec, what: str, rows: int = 0) -> list[Any]:
     """Cut a tree of tensors into ``count`` pieces. What is no tensor goes into each piece unchanged.
 
     Example:
         >>> [len(piece) for piece in cut(torch.zeros(7, 2), 3, Chunk(0), "the batch")]
         [3, 3, 1]
 
+    Args:
+        value: the tree.
+        count: how many pieces.
+        spec: how to cut.
+        what: for errors.
+        rows: of the batch, if all tensors must have them. One with a single row goes into each piece: torch would
+            stretch it.
+
     Raises:
-        PipelineError: if there are too few rows, or not one entry for each microbatch.
+        PipelineError: if there are too few rows, or others than those of the batch, or not one entry for each
+            microbatch.
     """
     if isinstance(spec, Replicate) or value is None:
         return [value] * count
@@ -80,7 +89,7 @@ def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
             raise PipelineError(rule, got=f"{len(value)} entries", fix="pass as many, or change n_microbatches")
         return list(value)
     tensors = [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
-    pieces = {id(tensor): _pieces(tensor, count, spec.dim, what) for tensor in tensors}
+    pieces = {id(tensor): _pieces(tensor, count, spec.dim, what, rows) for tensor in tensors}
 
     def piece(index: int) -> Any:
         return replace_leaves(lambda leaf: pieces[id(leaf)][index] if isinstance(leaf, Tensor) else leaf, value)
@@ -88,16 +97,26 @@ def cut(value: Any, count: int, spec: ChunkSpec, what: str) -> list[Any]:
     return [piece(index) for index in range(count)]
 
 
-def _pieces(tensor: Tensor, count: int, dim: int, what: str) -> tuple[Tensor, ...]:
-    if tensor.ndim == 0:
+def _pieces(tensor: Tensor, count: int, dim: int, what: str, rows: int) -> tuple[Tensor, ...]:
+    if tensor.ndim == 0 or (tensor.ndim > dim and tensor.shape[dim] == 1 < rows):
         return (tensor,) * count
-    if tensor.ndim <= dim or tensor.shape[dim] < count:
+    if tensor.ndim <= dim or (rows or tensor.shape[dim]) < count:
         raise PipelineError(
             f"{what} cannot be cut along dimension {dim} into {count} microbatches",
             got=f"a tensor of shape {tuple(tensor.shape)}",
             fix="pass a larger batch, fewer microbatches, or Replicate() for what every microbatch gets",
         )
-    return torch.split(tensor, piece_sizes(tensor.shape[dim], count), dim)
+    rows, own = rows or tensor.shape[dim], tensor.shape[dim]
+    if own % rows and count > 1:
+        raise PipelineError(
+            f"tensors of a batch must have its rows, since each microbatch gets its own, or a single row for all; the "
+            f"batch has {rows}",
+            got=f"{own} rows in a tensor of shape {tuple(tensor.shape)}, in {what}",
+            fix="pass it with a first dimension of 1 (tensor[None]), expand it to all rows, or cut it yourself, with "
+            "Presplit()",
+        )
+    sizes = [own] if count == 1 else [own // rows * size for size in piece_sizes(rows, count)]
+    return torch.split(tensor, sizes, dim)
 
 
 def piece_sizes(rows: int, count: int) -> list[int]:

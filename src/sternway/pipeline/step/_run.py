@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from sternway._torch.failures import failure_of
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.step._microbatch import Microbatch
@@ -21,6 +22,11 @@ from sternway.pipeline.step._times import Spans, StreamTimes
 from sternway.pipeline.transport._payload import Payload, pack
 from sternway.pipeline.transport._routes import MessageKey, RankProgram, Receive, Routes, Send
 from sternway.schedule import Action, Schedule, Upkeep
+
+_SHARED = (
+    "make every value in the forward of its microbatch: the graph of what is made once, as of a weight that a module "
+    "caches, is freed by the backward of the first one"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +100,7 @@ def _run_action(step: RankStep, action: Action, arrived: dict[MessageKey, Payloa
         if step.training:
             seed_forward(step.seed, action.stage, i, step.device)
         if isinstance(stage.module, ModelPart):
-            stage.module.python_seed = python_seed(step.seed, i)
+            stage.module.sternway_python_seed = python_seed(step.seed, i)
         with torch.set_grad_enabled(step.training):
             made = stage.forward(i, step.microbatches[i], payloads, step.keep_outputs, moved)
         missing = {key.channel for key in step.routes.sent(action)} ^ made.keys()
@@ -142,5 +148,5 @@ def _located(step: RankStep, index: int, action: Action | Upkeep, error: Excepti
     return PipelineError(
         f"{action} failed (rank {step.rank}, stage {action.stage}, action {index} of the rank)",
         got=f"{type(error).__name__}: {error}",
-        fix="see the traceback of that rank",
+        fix=_SHARED if failure_of(error) == "twice" else "see the traceback of that rank",
     )

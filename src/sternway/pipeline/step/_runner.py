@@ -15,15 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sternway.errors import NonfiniteError
 from sternway.pipeline.faults import _nonfinite
 from sternway.pipeline.faults._nonfinite import OnNonfinite
 from sternway.pipeline.faults._report import Progress
 from sternway.pipeline.faults._trial import Trial, Verdict
+from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.step._batch import Batch, shapes_checksum
 from sternway.pipeline.step._evaluation import joined
 from sternway.pipeline.step._grads import Gradients
@@ -100,6 +102,7 @@ class StepRunner:
         self._last: _Work | None = None  # of the last training step
         self._trial: Trial | None = None
         self._clips = False  # whether the last norm was too large
+        self._writes: WeakKeyDictionary[torch.optim.Optimizer, bool | None] = WeakKeyDictionary()  # to gradients
         self._times: Callable[[], RankTimes] | None = None  # of the last training step, if it was recorded
         self.steps, self.skipped = 0, 0
         self._plan_graphs()
@@ -155,6 +158,7 @@ class StepRunner:
             made.extend(self._cut(batch, options.training, rows))
             trial = 0 if self._trial is None else self._trial.checksum
             modes = [stage.module.training for stage in self._stages.values()]
+            modes += [parameter.requires_grad for module in self._all_models() for parameter in module.parameters()]
             shapes, seed = shapes_checksum(made, modes), step_seed(self.steps)
             ends = {0, self.schedule.num_stages - 1}  # where the batch is from, and where the loss is computed
             wanted = ends & self._stages.keys()
@@ -175,6 +179,12 @@ class StepRunner:
             return batch.cut(self._stages, self.schedule, self._chunk, training, rows)
 
         return made() if self._slices is None else self._slices.agree(made, batch.shapes(training))
+
+    def _all_models(self) -> list[nn.Module]:
+        """Whole models, once each, and stages that were passed one by one. What others hold of a model is on meta."""
+        modules = [stage.module for stage in self._stages.values()]
+        whole = [module.model if isinstance(module, ModelPart) else module for module in modules]
+        return list({id(module): module for module in whole}.values())
 
     def _attempt(self, work: _Work, options: StepOptions) -> StepResult | None:
         """Run a step, and confirm the optimizer step before it.
@@ -283,7 +293,8 @@ class StepRunner:
             squares = self._transport.gather_later(to_host(self._gradients.square_norm()))
             if clip and max_norm is not None:
                 self._gradients.clip(max_norm)
-        self._trial = Trial(optimizer, squares, max_norm, on_nonfinite, clip)
+        self._trial = Trial(optimizer, squares, max_norm, on_nonfinite, clip, self._writes.get(optimizer))
+        self._writes[optimizer] = self._trial.writes
 
     def settle(self) -> None:
         """If an optimizer step is on trial, agree on it now."""

@@ -26,7 +26,7 @@ from sternway.pipeline.forward._own_loss import loss_of, no_shares
 from sternway.pipeline.forward._part import SHARES, ModelPart
 from sternway.pipeline.step._again import RecomputedForward
 from sternway.pipeline.step._captured import CapturedStage
-from sternway.pipeline.step._dead import DeadOutputs
+from sternway.pipeline.step._dead import DeadOutputs, is_none, no_gradient
 from sternway.pipeline.step._loss import LossFn, WeighedLoss, not_half
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._movers import Movers
@@ -92,7 +92,7 @@ class Stage:
             for name, p in module.named_parameters()
         )
         if isinstance(module, ModelPart):
-            module.uses_own_loss = is_last and loss_fn is None
+            module.sternway_uses_own_loss = is_last and loss_fn is None
         self.captured = CapturedStage(index, module) if cuda_graphs else None
         self._call: Callable[..., Any] = self.captured or module
         if recompute:
@@ -178,8 +178,8 @@ class Stage:
         """Where gradients will come back for what is sent, by channel."""
         dead: set[int] = set()
         if isinstance(self.module, ModelPart) and not self.is_last:
-            dead = {id(tensor) for tensor in self.module.dead}
-            self.module.dead = []  # it would keep them
+            dead = {id(tensor) for tensor in self.module.sternway_dead}
+            self.module.sternway_dead = []  # it would keep them
         return {
             name: [Root.of(tensor, id(tensor) in dead) for tensor in tensors if tensor.requires_grad]
             for name, (_, tensors) in payloads.items()
@@ -187,8 +187,8 @@ class Stage:
 
     def _loss(self, output: Any, microbatch: Microbatch) -> Tensor | None:
         """This microbatch's part of the loss, by ``loss_fn`` or by the model itself; None if there is none."""
-        if isinstance(self.module, ModelPart) and self.module.uses_own_loss:
-            weight = self.module.weight if microbatch.weight < 1 else 1.0
+        if isinstance(self.module, ModelPart) and self.module.sternway_uses_own_loss:
+            weight = self.module.sternway_weight if microbatch.weight < 1 else 1.0
             if weight is None and torch.is_grad_enabled():
                 raise no_shares()
             if weight is None:
@@ -204,7 +204,7 @@ class Stage:
 
     def own_losses(self) -> list[Tensor]:
         """Of each output, the loss that the model itself returned in it."""
-        if self.losses and isinstance(self.module, ModelPart) and self.module.uses_own_loss:
+        if self.losses and isinstance(self.module, ModelPart) and self.module.sternway_uses_own_loss:
             return [loss_of(output) for output in self.outputs.values()]
         return []
 
@@ -240,7 +240,7 @@ class Stage:
                 found, self._pendings[number] = split.backward_input(
                     [root.place for root in roots], root_grads, graph.inputs, own_thread=True
                 )
-        return _whole(found, graph.inputs)
+        return self._whole(found, graph.inputs)
 
     def backward_weight(self, number: int) -> None:
         """W: the weight gradients that I left."""
@@ -266,7 +266,7 @@ class Stage:
             with torch.autocast(roots[0].device, enabled=False):
                 torch.autograd.backward(places, root_grads)
         self._done(number)
-        return _whole({name: [t.grad for t in tensors] for name, tensors in graph.inputs.items()}, graph.inputs)
+        return self._whole({name: [t.grad for t in tensors] for name, tensors in graph.inputs.items()}, graph.inputs)
 
     def _starts(self, graph: _Graph, grads: dict[str, list[Tensor]]) -> tuple[list[Root], list[Tensor | None]]:
         """Where this backward starts, with the gradients there: at what was sent, and at the loss."""
@@ -274,12 +274,22 @@ class Stage:
         for name, roots in graph.roots.items():
             is_loss = self.is_last and name == MAIN
             pairs += [(root, None) for root in roots] if is_loss else zip(roots, grads[name], strict=True)
+        if not isinstance(self.module, ModelPart):
+            pairs = [(root, grad) for root, grad in pairs if not is_none(grad)]
         pairs = [
             (root, grad)
             for place, (root, grad) in enumerate(pairs)
             if not root.is_dead or grad is None or self._dead.got_some(place, grad)
         ]
         return [root for root, _ in pairs], [grad for _, grad in pairs]
+
+    def _whole(self, found: dict[str, list[Tensor | None]], like: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
+        """``found``, with a stand-in for gradients that autograd did not make: the other side waits for each."""
+        none = torch.zeros_like if isinstance(self.module, ModelPart) else no_gradient
+        return {
+            name: [none(t) if grad is None else grad for grad, t in zip(found[name], tensors, strict=True)]
+            for name, tensors in like.items()
+        }
 
     def _wait(self) -> None:
         if self.shards is not None:
@@ -355,14 +365,6 @@ def _check_rows(output: Any, microbatch: Microbatch) -> None:
             got=f"{rows} rows of the target for {microbatch.rows} rows of the batch, in one microbatch",
             fix="pass the target of the same batch",
         )
-
-
-def _whole(found: dict[str, list[Tensor | None]], like: dict[str, list[Tensor]]) -> dict[str, list[Tensor]]:
-    """``found``, with zeros for gradients that autograd did not make: the other side waits for each."""
-    return {
-        name: [torch.zeros_like(t) if grad is None else grad for grad, t in zip(found[name], tensors, strict=True)]
-        for name, tensors in like.items()
-    }
 
 
 def named_parameters(stages: Mapping[int, Stage]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -205,10 +205,10 @@ def _unlike(key: MessageKey, spec: Spec, known: Spec) -> PipelineError:
         return PipelineError(
             f"{what} have the dtypes of the step before, and need gradients as there",
             got=f"{spec.kinds()}, not {known.kinds()}",
-            fix="pass dynamic=True, if parameters are frozen or thawed between steps",
+            fix="freeze and thaw parameters of the model on every rank; or pass dynamic=True",
         )
     return PipelineError(
         f"{what} have the values that are no tensors of the step before, and come by the same way",
         got="others, or another way through the forward",
-        fix="pass dynamic=True, if they depend on the data",
+        fix="pass dynamic=True, if they depend on the data, or on what this rank alone has frozen or thawed",
     )
