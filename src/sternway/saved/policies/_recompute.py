@@ -6,7 +6,9 @@ no hook sees it. The contexts here keep the same, packed by the policies.
 
 torch's contexts fail where the second run does something that the first did not: under autocast, the first found the
 weights cast already. They also fail where a kept result is changed in place. Here only kept operators must be the same
-in both runs, and a result that was changed is computed again, as all others are.
+in both runs, and a result that was changed is computed again, as all others are. Who changes it may have a tensor that
+counts its changes apart, though it has the same memory: ``nn.Linear`` returns one (``aten::_unsafe_view``). So the
+operators of the region are asked what memory they write to.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
+from sternway._storage import storage_sizes
 from sternway._torch import require
-from sternway._torch.saved_hooks import counting_writes, intercept, is_operator
+from sternway._torch.saved_hooks import counting_writes, intercept, is_operator, written_arguments
 from sternway._tree import leaves, replace_leaves
 from sternway.errors import SavedError
 from sternway.saved._pack import Packed, pack_under
@@ -70,17 +74,35 @@ def recompute(
     return lambda: _Region(choose, active() or PolicyStack()).contexts()
 
 
+@dataclass(slots=True)
+class _Kept:
+    """The result of an operator, packed, and whether the region has written to its memory since."""
+
+    packed: Any
+    is_written: bool = False
+
+    @property
+    def is_changed(self) -> bool:
+        packed = (leaf for leaf in leaves(self.packed) if isinstance(leaf, Packed))
+        return self.is_written or any(leaf.is_changed for leaf in packed)
+
+
 class _Region:
     """One run of a checkpointed region: what its forward keeps for its backward."""
 
     def __init__(self, choose: Choice, stack: PolicyStack) -> None:
         self._choose, self._stack = choose, stack
-        self._results: dict[Any, list[Any]] = defaultdict(list)  # by operator, in the order of its calls
+        self._results: dict[Any, list[_Kept | None]] = defaultdict(list)  # by operator, in the order of its calls
+        self._at: dict[int, list[_Kept]] = defaultdict(list)  # those in the memory of one storage
         self._calls: Counter[Any] = Counter()
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The modes for the forward and for the recomputation."""
-        return intercept(self._keep), intercept(self._replay, self._calls.clear)
+        return intercept(self._keep), intercept(self._replay, self._begin_replay)
+
+    def _begin_replay(self) -> None:
+        self._calls.clear()
+        self._at.clear()  # it would hold what is taken
 
     def _chosen(self, again: bool, operator: Any, args: Any, kwargs: Any) -> bool:
         context = SelectiveCheckpointContext(is_recompute=again)
@@ -89,8 +111,15 @@ class _Region:
     def _keep(self, operator: Any, args: Any, kwargs: Any) -> Any:
         """In the forward: keep chosen results."""
         out = operator(*args, **kwargs)
+        for place, name in written_arguments(operator) if is_operator(operator) else ():
+            for storage in _storages(args[place] if place < len(args) else kwargs.get(name)):
+                for kept in self._at.get(storage, ()):
+                    kept.is_written = True
         if self._chosen(False, operator, args, kwargs):
-            self._results[operator].append(replace_leaves(self._pack, out))
+            kept = _Kept(replace_leaves(self._pack, out))
+            self._results[operator].append(kept)
+            for storage in _storages(out):
+                self._at[storage].append(kept)
         return out
 
     def _pack(self, value: Any) -> Any:
@@ -105,16 +134,18 @@ class _Region:
             return operator(*args, **kwargs)
         kept, place = self._results[operator], self._calls[operator]
         self._calls[operator] += 1
-        if place >= len(kept) or kept[place] is None:
+        if place >= len(kept) or (found := kept[place]) is None:
             raise SavedError(
                 "a region that keeps some of its results must go through one backward only, and run the same each time",
                 got=f"{operator} once more than in the forward",
                 fix="run one backward, and make the region do the same each time",
             )
-        result, kept[place] = kept[place], None
-        if any(isinstance(leaf, Packed) and leaf.is_changed for leaf in leaves(result)):
-            return operator(*args, **kwargs)
-        return replace_leaves(_unpack, result)
+        kept[place] = None
+        return operator(*args, **kwargs) if found.is_changed else replace_leaves(_unpack, found.packed)
+
+
+def _storages(value: Any) -> Iterable[int]:
+    return storage_sizes(leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def _unpack(value: Any) -> Any:
