@@ -60,13 +60,14 @@ class Browser:
     """One tab. Messages are JSON, each ended by a zero byte; the browser reads descriptor 3 and writes descriptor 4."""
 
     def __init__(self, width: int = 1400, height: int = 860) -> None:
+        chromium = find()  # skips the test if there is none: before anything is made that nobody would clean up
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         theirs_in, self._out = _pipe()
         self._in, theirs_out = _pipe()
         command = f'exec 3<&{theirs_in} 4>&{theirs_out}; exec "$@"'
         flags = [*FLAGS, f"--user-data-dir={self._profile.name}", f"--window-size={width},{height}", "about:blank"]
         self._process = subprocess.Popen(
-            ["bash", "-c", command, "bash", find(), *flags],
+            ["bash", "-c", command, "bash", chromium, *flags],
             pass_fds=(theirs_in, theirs_out),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -35,6 +35,13 @@ if find_spec("hypothesis"):
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m gpu``, import no file without such tests: GPU machines may lack what it needs, and have little time."""
+    if config.option.markexpr == "gpu" and collection_path.match("test_*.py"):
+        return "pytest.mark.gpu" not in collection_path.read_text() or None
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:

@@ -13,7 +13,11 @@ from torch.utils.checkpoint import checkpoint_sequential
 from sternway import graph
 from sternway.demo import GPT
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # cuBLAS says once that it made a context
+]
 
 
 def _assert_within_two_percent(model: nn.Module, loss_of: Callable[[], Tensor]) -> None:

@@ -305,7 +305,7 @@ class Summed(nn.Module):
         return (output - target).square().sum(), torch.tensor(float(target.shape[0]))
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 def test_a_scripted_loss() -> None:
     """It cannot be called with other buffers, and need not be."""
     found = [pipe_of(loss).step(X, target=GOAL).loss for loss in (Summed(), torch.jit.script(Summed()))]

@@ -18,6 +18,7 @@ from compare import assert_same_grads
 from gloo import processes
 from nccl_cases import CLOSE, DIM, batch, blocks, no_waits, said
 from number_cases import Tell
+from searches import searches_at_once
 from small_gpus import on_small_gpus
 from sternway.pipeline import Pipeline
 
@@ -80,7 +81,8 @@ def run_auto(rank: int, ranks: int) -> None:
     count = 2 * ranks
     torch.manual_seed(1)
     x, target = batch(2 * count)
-    pipe = Pipeline(model, schedule="auto", n_microbatches=count, loss_fn=F.mse_loss, sample=x[:2])
+    with searches_at_once():
+        pipe = Pipeline(model, schedule="auto", n_microbatches=count, loss_fn=F.mse_loss, sample=x[:2])
     F.mse_loss(reference(x), target).backward()
     grads = {name: parameter.grad for name, parameter in reference.named_parameters()}
     ran = []
@@ -92,7 +94,7 @@ def run_auto(rank: int, ranks: int) -> None:
         for name, parameter in pipe.named_parameters():
             torch.testing.assert_close(parameter.grad, grads[name], **CLOSE)
             parameter.grad = None
-        assert len(ran) < 60, "no plan was kept"
+        assert len(ran) < 160, "no plan was kept"  # plans that are close are compared for longer
     assert len({plan.actions for plan in ran}) > 1, "several orders were run"
     everyone = pipe.transport.crew().share([plan.actions for plan in ran])
     assert all(orders == everyone[0] for orders in everyone)

@@ -136,9 +136,9 @@ def test_random_numbers_are_the_same_again(name: str) -> None:
 class Changing(nn.Module):
     """Changes the result of a product in place, and a buffer in every call."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool) -> None:
         super().__init__()
-        self.linear, self.last = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.linear, self.last = nn.Linear(DIM, DIM, bias=bias), nn.Linear(DIM, DIM, bias=bias)
         self.register_buffer("factor", torch.ones(DIM))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,9 +147,10 @@ class Changing(nn.Module):
         return x + self.last(y).sin_()
 
 
-def test_what_is_changed_in_place() -> None:
+@pytest.mark.parametrize("bias", [True, False])
+def test_what_is_changed_in_place(bias: bool) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(Changing() for _ in range(4))), batch()
+    model, x = nn.Sequential(*(Changing(bias) for _ in range(4))), batch()
     alone = copy.deepcopy(model)
     pipe = local(model, schedule=plan_of("zb-h1", (0, 0, 1), (1, 0, 1)), transport=LocalTransport())
     for _ in range(2):

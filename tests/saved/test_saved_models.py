@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -199,9 +199,16 @@ def test_a_selective_checkpoint_goes_through_one_backward() -> None:
         saved.recompute(keep=["addmm"])
 
 
-def test_a_kept_result_that_is_changed_in_place_is_computed_again() -> None:
-    """It was taken as it was after the change, and changed once more: gradients were wrong."""
-    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+@pytest.mark.parametrize("moves", [False, True], ids=["kept", "moved"])
+@pytest.mark.parametrize("bias", [True, False], ids=["addmm", "mm"])
+@pytest.mark.parametrize("way", ["result", "rows", "parts", "data"])
+def test_a_kept_result_that_is_changed_in_place_is_computed_again(way: str, bias: bool, moves: bool) -> None:
+    """It was taken as it was after the change, and changed once more: gradients were wrong.
+
+    Of rows, a linear layer returns the product's memory as a tensor that counts its changes apart; so do other calls.
+    """
+    layer, keep = nn.Linear(4, 4, bias=bias), [torch.ops.aten.mm.default, *OPS]
+    x = torch.randn((2, 3, 4) if way == "rows" else (2, 4))
 
     class Doubled(nn.Module):
         def __init__(self) -> None:
@@ -209,10 +216,18 @@ def test_a_kept_result_that_is_changed_in_place_is_computed_again() -> None:
             self.layer = layer
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x).mul_(2).sin()
+            y = self.layer(x)
+            if way == "parts":
+                torch.unsafe_split(y.detach(), 1)[0].mul_(2)
+            else:
+                (y.data if way == "data" else y).mul_(2)
+            return y.sin()
 
     blocks = nn.Sequential(Doubled(), Doubled())
-    assert_equal(grads_of(Checkpointed(blocks, saved.recompute(OPS)), x), grads_of(blocks, x))
+    expected = grads_of(blocks, x)
+    with moving() if moves else nullcontext():
+        found = grads_of(Checkpointed(blocks, saved.recompute(keep)), x)
+    assert_equal(found, expected)
 
 
 def test_a_weight_that_autocast_has_cast_before() -> None:

@@ -244,6 +244,7 @@ def test_a_function_that_each_forward_makes_anew_is_not_tried_for_ever() -> None
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("default")  # cuBLAS says once that it made a context
 @pytest.mark.parametrize("function", [Product, OnCtx, SavesItsOutput])
 def test_on_a_gpu(function: Any) -> None:
     model = Around(function, 64).cuda()
@@ -258,6 +259,7 @@ class DrawsOnTheGPU(Product):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("default")  # cuBLAS says once that it made a context
 def test_random_numbers_of_a_gpu() -> None:
     model, x = Around(DrawsOnTheGPU, 64).cuda(), torch.randn(32, 64, device="cuda", requires_grad=True)
     reference, their_x = twin(model, x)

@@ -105,7 +105,11 @@ def test_products(name: str, dtype: torch.dtype, first_stage: bool) -> None:
         "cpu",
         pytest.param(
             "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+                pytest.mark.filterwarnings("default"),  # cuBLAS says once that it made a context
+            ],
         ),
     ],
 )
@@ -158,6 +162,7 @@ def test_attention_with_a_trained_bias(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("default")  # cuBLAS says once that it made a context
 def test_attention_with_a_trained_bias_in_one_kernel() -> None:
     def call(model: nn.Module, x: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(x @ model.b, x @ model.c, x.sin(), attn_mask=model.a)
