@@ -152,7 +152,9 @@ def counting_writes() -> AbstractContextManager[Any]:
 
 @cache
 def written_arguments(operator: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments that an operator writes to: position and name."""
+    """The arguments that an operator writes to: position and name. Of a higher-order one it is not known."""
+    if not is_operator(operator):
+        return ()
     return tuple(
         (position, argument.name)
         for position, argument in enumerate(operator._schema.arguments)
