@@ -21,6 +21,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "pipeline/test_checkpoint_dist.py": ("dist", "slow"),
     "pipeline/test_checkpoint_sharded.py": ("dist", "slow"),
     "pipeline/test_context_parallel.py": ("dist", "slow"),
+    "pipeline/test_copies_counts.py": ("dist",),
     "pipeline/test_crew.py::test_two_processes_raise_the_same": ("dist",),
     "pipeline/test_demo_gpu.py": ("dist", "slow"),
     "pipeline/test_dist.py": ("dist",),

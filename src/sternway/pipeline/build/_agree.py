@@ -17,6 +17,7 @@ from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.step._slices import Slices
 from sternway.pipeline.step._stage import LossFn, Stage
 from sternway.pipeline.step._tuner import Tuner
+from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._facts import checksum
 from sternway.pipeline.transport._transport import Transport
 from sternway.saved import Offload
@@ -57,6 +58,7 @@ def make_stages(
     cuda_graphs: bool = False,
     offload: Callable[[], Offload] | None = None,
     slices: Slices | None = None,
+    copies: Collective | None = None,
 ) -> dict[int, Stage]:
     """The stages of a plan that are here."""
     last = plan.schedule.num_stages - 1
@@ -72,6 +74,7 @@ def make_stages(
             recompute=plan.cut is None and index in plan.schedule.shares,
             offload=offload,
             slices=slices,
+            copies=copies,
         )
         for index, module in sorted(plan.modules.items())
     }

@@ -50,6 +50,7 @@ from sternway.pipeline.step._slices import Slices
 from sternway.pipeline.step._stage import LossFn, Stage
 from sternway.pipeline.step._tuner import Tuner
 from sternway.pipeline.transport._clock import clock_offsets
+from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._dist import default_transport
 from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._place import devices_of
@@ -136,6 +137,7 @@ class _Ground:
     ranks: int
     offload: Callable[[], Offload] | None  # makes what moves microbatches, if there is somewhere to go
     slices: Slices | None  # the processes that share this one's sequences, if there are some
+    copies: Collective | None  # those that get other data, if some get other rows
 
     @property
     def ranks_here(self) -> tuple[int, ...]:
@@ -195,11 +197,13 @@ def _ground(given: PipelineArguments) -> _Ground:
     ranks = given.ranks or transport.ranks or planned
     if not ranks:
         raise PipelineError("a pipeline in one process needs the number of ranks", got="none", fix="pass ranks=")
-    slices = None
+    slices = copies = None
+    if mesh is not None and len(data := mesh.along(mesh.data)) > len(mesh.slices):
+        copies = transport.collective(data)
     if mesh is not None and len(mesh.slices) > 1:
         slices = Slices(mesh.slices, transport.crew_apart(mesh.slices), transport.collective(mesh.slices))
         transport.crew().agree(partial(slices.check_sample, given.sample, given.sample_target))
-    return _Ground(transport, mesh, device, ranks, make_policies(given.offload_to, transport.device), slices)
+    return _Ground(transport, mesh, device, ranks, make_policies(given.offload_to, transport.device), slices, copies)
 
 
 def _request(given: PipelineArguments, ground: _Ground) -> BuildRequest:
@@ -248,7 +252,9 @@ def _stages(given: PipelineArguments, ground: _Ground, plan: BuildPlan) -> dict[
         )
     )
     movers = ground.offload if moves(plan.schedule) else None
-    return make_stages(plan, given.loss_fn, given.saved, given.scaler, given.cuda_graphs, movers, ground.slices)
+    return make_stages(
+        plan, given.loss_fn, given.saved, given.scaler, given.cuda_graphs, movers, ground.slices, ground.copies
+    )
 
 
 def _gradients(

@@ -26,6 +26,7 @@ from sternway.pipeline.step._mean import Answer, Rows, check_mean, check_numbers
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._slices import SliceCounts, Slices
 from sternway.pipeline.transport import _later
+from sternway.pipeline.transport._collective import Collective
 
 _STEPS = 8  # in which numbers of the output are looked at: a head of zeros gives the same ones at first
 
@@ -39,8 +40,10 @@ _LEAST = 1e-12
 class WeighedLoss:
     """Calls the ``loss_fn`` of one step's microbatches, and weighs each."""
 
-    def __init__(self, slices: Slices | None = None) -> None:
+    def __init__(self, slices: Slices | None = None, copies: Collective | None = None) -> None:
         self._slices = slices  # the processes that have the rest of the sequences, if there are some
+        self._copies = copies  # those that get other data, over which gradients are averaged
+        self._more: _Count | None = None  # how many times the count of this one's data that of all is, on average
         self._shared: SliceCounts | None = None  # what the losses of all of them count in this step
         self._asks_positions, self._asked_positions = slices is not None, False
         self._counts: list[_Count] = []  # of each microbatch of this step, looked ahead
@@ -113,12 +116,18 @@ class WeighedLoss:
             self._counts = [_number(_count(loss_fn, output, target), there) for target in targets]
             total = sum(self._counts)
             self._share(True, total, device)
-            total = total if self._shared is None else self._shared.mean
-            self._whole = total.clamp(min=_LEAST) if isinstance(total, Tensor) else max(total, _LEAST)
+            self._whole = _some(total if self._shared is None else self._shared.mean)
+            if self._copies is not None and torch.is_grad_enabled():
+                own, self._whole = self._whole, _some(_mean(self._whole, self._copies, device))
+                self._more = self._whole / own
         ahead = next(c for c, t in zip(self._counts, targets, strict=True) if t is microbatch.target)
         self._found.append((count, ahead))
         if len(self._found) == len(targets):
             self._unlike = _differ(self._found)
+
+    def reported(self, part: Tensor) -> Tensor:
+        """A microbatch's part of the loss of this process's own data, of which one of all data was made."""
+        return part if self._more is None else (part * self._more).to(part.dtype)
 
     def check(self) -> None:
         """Raise if the losses do not add up to that of the batch: means of unequal parts, or counts that vary.
@@ -146,7 +155,7 @@ class WeighedLoss:
     def clear(self) -> None:
         """The step is over."""
         self._counts, self._found, self._whole = [], [], 0.0
-        self._uneven = self._unlike = self._shared = None
+        self._uneven = self._unlike = self._shared = self._more = None
         self._asks_positions = self._asks_positions and not self._asked_positions
         self._steps = _STEPS if self._numbers == [] else self._steps + (self._numbers is not None)
         self._numbers = None
@@ -196,6 +205,18 @@ def _count(loss_fn: LossFn, output: Any, target: Any) -> Any:
 
     with torch.no_grad():
         return _aside(loss_fn)(replace_leaves(some, output), target)[1]
+
+
+def _some(count: _Count) -> _Count:
+    """A count by which can be divided."""
+    return count.clamp(min=_LEAST) if isinstance(count, Tensor) else max(count, _LEAST)
+
+
+def _mean(count: _Count, copies: Collective, device: torch.device) -> Tensor:
+    """The mean of a count over processes. Over NCCL the stream waits for them, and not the host."""
+    total = torch.zeros((), dtype=torch.float64, device=device) + count
+    copies.sum(total).wait()
+    return total / copies.size
 
 
 def _divided(total: Tensor, count: _Count) -> Tensor:

@@ -33,6 +33,7 @@ from sternway.pipeline.step._movers import Movers
 from sternway.pipeline.step._roots import Place, Root
 from sternway.pipeline.step._shards import StageShards
 from sternway.pipeline.step._slices import Slices, own_loss_of_a_slice
+from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpack
 from sternway.pipeline.transport._routes import MAIN
 from sternway.saved import Offload
@@ -80,6 +81,7 @@ class Stage:
         recompute: bool = False,
         offload: Callable[[], Offload] | None = None,
         slices: Slices | None = None,
+        copies: Collective | None = None,
     ) -> None:
         self._scale, self._slices = scale, slices
         self.index, self.module, self.is_last, self.loss_fn = index, module, is_last, loss_fn
@@ -102,7 +104,7 @@ class Stage:
         self._graphs: dict[int, _Graph] = {}
         self._pendings: dict[int, split.Pending] = {}
         self._device = "cpu"  # where the last I ran
-        self._weighed, self._dead = WeighedLoss(slices), DeadOutputs()
+        self._weighed, self._dead = WeighedLoss(slices, copies), DeadOutputs()
 
     def forward(
         self,
@@ -161,7 +163,7 @@ class Stage:
             if keep_output or loss is None:
                 self.outputs[number] = output
             if loss is not None:
-                self.losses[number] = loss.detach()
+                self.losses[number] = self._weighed.reported(loss.detach())
                 if loss.requires_grad:
                     roots[MAIN] = [Root(loss if self._scale is None else self._scale(loss))]
         if training:
