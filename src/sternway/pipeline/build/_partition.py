@@ -13,8 +13,9 @@ from typing import Any
 from torch import nn
 
 from sternway.errors import PipelineError
+from sternway.pipeline.forward._cut_model import CutModel
 from sternway.pipeline.forward._flow import Call, Flow
-from sternway.pipeline.forward._part import CutModel, ModelPart
+from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.forward._pieces import Outline, called_modules, weight
 from sternway.pipeline.forward._record import record, sample_runs
 

@@ -18,7 +18,8 @@ from sternway.pipeline.build._profile import Profile
 from sternway.pipeline.build._request import BuildRequest
 from sternway.pipeline.build._room import Room
 from sternway.pipeline.build._weights import fill
-from sternway.pipeline.forward._part import CutModel, ModelPart
+from sternway.pipeline.forward._cut_model import CutModel
+from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Costs, Schedule
 

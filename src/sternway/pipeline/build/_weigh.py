@@ -19,7 +19,8 @@ from sternway import saved
 from sternway._storage import storage_bytes, storage_sizes
 from sternway._torch.memory import OperationCounter
 from sternway.pipeline.step._microbatch import Microbatch
-from sternway.pipeline.step._stage import LossFn, Stage, tensors_anyway
+from sternway.pipeline.step._sending import tensors_anyway
+from sternway.pipeline.step._stage import LossFn, Stage
 from sternway.pipeline.transport._payload import Payload, Spec
 
 Watched = weakref.ref[torch.UntypedStorage]

@@ -1,159 +1,36 @@
-"""A whole model as stages: which piece is in which stage, and a module for each stage."""
+"""The module of one stage of a whole model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sternway._torch.modes import buffers_by_name, has_backward_hooks, own_buffers
-from sternway._torch.tensors import version_of
+from sternway._torch.modes import buffers_by_name
 from sternway._tree import TensorIndex
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import like
 from sternway.pipeline.forward._attributes import OwnAttributes
-from sternway.pipeline.forward._flow import Call, Crossing, Flow
+from sternway.pipeline.forward._flow import Crossing
 from sternway.pipeline.forward._follow import Key
 from sternway.pipeline.forward._own_loss import LABELS, check_term, filled, find_rule, loss_of, nothing_moved
 from sternway.pipeline.forward._python_random import python_seeded
-from sternway.pipeline.forward._record import record
-from sternway.pipeline.forward._recorder import names_of_kept
 from sternway.pipeline.forward._shield import Shield
 from sternway.pipeline.forward._stage_run import Message, StageRun, StageTask, Trail
 from sternway.pipeline.forward._untouched import untouched
 from sternway.pipeline.transport._payload import pack
 
+if TYPE_CHECKING:
+    from sternway.pipeline.forward._cut_model import CutModel
+
 SHARES = "sternway_shares"
 """The keyword argument of the first stage with a microbatch's shares of the labels; see ``_own_loss.py``."""
 _SHARES_LEAF = -1
-
-
-class CutModel:
-    """A model, its pieces, and the stage of each call of a piece.
-
-    Args:
-        model: the whole model.
-        pieces: the names of its pieces.
-        stage_of_call: the stage of each call; the number -1 stands for all calls of a piece.
-        flow: what a forward showed; None to look at the first batch.
-    """
-
-    def __init__(
-        self, model: nn.Module, pieces: Sequence[str], stage_of_call: Mapping[Call, int], flow: Flow | None
-    ) -> None:
-        self.model, self.stage_of_call = model, dict(stage_of_call)
-        self.pieces = {name: model.get_submodule(name) for name in pieces}
-        self.last = max(stage_of_call.values(), default=0)
-        names = names_of_kept(model, self.pieces)
-        self._inside = list({id(m): m for piece in self.pieces.values() for m in piece.modules()}.values())
-        inside = {id(module) for module in self._inside}
-        self._outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
-        stages = {
-            name: {s for (each, _), s in self.stage_of_call.items() if _within(each, [name])}
-            for name, _ in self._outside
-        }
-        self._cut_inside = [(name, module) for name, module in self._outside if name and len(stages[name]) > 1]
-        self.attributes, self.shared_by = OwnAttributes([module for _, module in self._outside]), 0
-        self.crossing: Crossing | None = None
-        self._flow = flow
-        self._release: set[int] | None = None  # the stages to keep, once the whole model is not needed any more
-        self.stages_of = self._stages_of(names, flow)
-        if flow is not None:
-            self.crossing = flow.crossing(self.stage_of_call)
-
-    def _stages_of(self, names: Mapping[int, Sequence[str]], flow: Flow | None) -> dict[int, set[int]]:
-        """The stages that hold each parameter and each buffer of a piece, by the tensor's id."""
-        found: dict[int, set[int]] = {key: set() for key in names}
-        if flow is not None:
-            stage_of = flow.stages(self.stage_of_call)
-            for key, aliases in names.items():
-                found[key] = {stage_of[segment] for name in aliases for segment in flow.kept.get(name, ())}
-        for (name, _), stage in self.stage_of_call.items():
-            for tensor in [*self.pieces[name].parameters(), *self.pieces[name].buffers()]:
-                if flow is None or not found[id(tensor)]:
-                    found[id(tensor)].add(stage)
-        everywhere = set(range(self.last + 1)) if flow is None else {0}
-        return {key: stages or everywhere for key, stages in found.items()}
-
-    def buffers_inside(self) -> dict[int, Tensor]:
-        """The buffers that the pieces have now, by id."""
-        return {id(buffer): buffer for module in self._inside for buffer in own_buffers(module)}
-
-    def buffers_outside(self) -> dict[tuple[str, str], tuple[Tensor, int]]:
-        """The buffers that code between the pieces may use, by module and name, and what they are now."""
-        return {
-            (name, own): (buffer, version_of(buffer))
-            for name, module in self._outside
-            for own, buffer in buffers_by_name(module).items()
-            if buffer is not None
-        }
-
-    def check_hooks(self) -> None:
-        """Raise if a module that is cut inside has hooks for gradients: no stage has both its input and its output."""
-        for name, module in self._cut_inside:
-            if has_backward_hooks(module):
-                raise PipelineError(
-                    "a module that is cut inside cannot have backward hooks: no stage has its input and its output",
-                    got=name,
-                    fix="put the hooks on modules inside it, or cut elsewhere",
-                )
-
-    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Crossing:
-        """What crosses the cuts: as is known, or else as one forward of this batch shows."""
-        if self.crossing is None:
-            self._flow = flow = record(self.model, self.pieces, args, kwargs)
-            names = {
-                name: key for key, all_names in names_of_kept(self.model, self.pieces).items() for name in all_names
-            }
-            stage_of = flow.stages(self.stage_of_call)
-            for name, segments in flow.kept.items():
-                elsewhere = {stage_of[segment] for segment in segments} - self.stages_of[names[name]]
-                if elsewhere:
-                    raise PipelineError(
-                        f"{name} is used in stage {min(elsewhere)}, but was given to another",
-                        got=f"stages {sorted(self.stages_of[names[name]])}",
-                        fix="pass sample=, one microbatch, from which it is found who uses what",
-                    )
-            self.crossing = flow.crossing(self.stage_of_call)
-            if self._release is not None:
-                self.release(self._release)
-        return self.crossing
-
-    def crosses(self) -> list[list[str]] | None:
-        """What crosses each cut, in words; None if it is not known yet."""
-        if self.crossing is None or self._flow is None:
-            return None
-        return [[self._flow.describe(key) for key in sorted(keys)] for keys in self.crossing.values]
-
-    def ties(self) -> list[list[str]]:
-        """Parameters that have several names, or are in several stages: all names of each."""
-        names: dict[int, list[str]] = {}
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        return [group for key, group in names.items() if len(group) > 1 or len(self.stages_of[key]) > 1]
-
-    def release(self, stages: set[int]) -> None:
-        """Free what other stages hold than these. If the first batch is still to be looked at, do so afterwards."""
-        if self.crossing is None and 0 in stages:
-            self._release = stages
-            return
-        for module in self.model.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if id(parameter) in self.stages_of and not self.stages_of[id(parameter)] & stages:
-                    setattr(module, name, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
-            for name, buffer in list(module.named_buffers(recurse=False)):
-                if id(buffer) in self.stages_of and not self.stages_of[id(buffer)] & stages:
-                    setattr(module, name, buffer.detach().to("meta"))
-        self.stages_of = {}  # by the ids of tensors that may be gone
-
-    def parts(self) -> list[ModelPart]:
-        """A module for each stage."""
-        return [ModelPart(self, stage) for stage in range(self.last + 1)]
 
 
 class ModelPart(nn.Module):
@@ -191,14 +68,14 @@ class ModelPart(nn.Module):
         for name in dict.fromkeys(own):
             self._holder(name).add_module(name.rpartition(".")[2], cut.pieces[name])
         for name, parameter in cut.model.named_parameters(remove_duplicate=False):
-            if stage in cut.stages_of[id(parameter)] and not _within(name, own):
+            if stage in cut.stages_of[id(parameter)] and not within(name, own):
                 path, _, short = name.rpartition(".")
                 self._holder(name).register_parameter(short, parameter)
                 self._own.append((parameter, short, self._holder(name), cut.model.get_submodule(path)))
         for path, module in cut.model.named_modules(remove_duplicate=False):
             for short, buffer in module.named_buffers(recurse=False):
                 name = f"{path}.{short}" if path else short
-                if stage in cut.stages_of.get(id(buffer), (stage,)) and not _within(name, own):
+                if stage in cut.stages_of.get(id(buffer), (stage,)) and not within(name, own):
                     persistent = short in module.state_dict(keep_vars=True) if _plain(module) else True
                     self._holder(name).register_buffer(short, buffer, persistent=persistent)
                     if id(buffer) not in cut.stages_of:
@@ -383,7 +260,8 @@ def _labels_leaf(trail: Trail) -> int | None:
     return found.index if isinstance(found, TensorIndex) else None
 
 
-def _within(name: str, pieces: Sequence[str]) -> bool:
+def within(name: str, pieces: Sequence[str]) -> bool:
+    """Whether a name is that of something inside of one of these pieces."""
     return any(name.startswith(f"{piece}.") for piece in pieces)
 
 

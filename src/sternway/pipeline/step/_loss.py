@@ -282,3 +282,16 @@ def labels_in(targets: list[Any]) -> Tensor | float:
 
 def _is_labels(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dtype == torch.long and bool(leaf.numel())
+
+
+def check_rows(output: Any, microbatch: Microbatch) -> None:
+    """Raise if the target has other rows than the inputs and than the output: a loss would stretch the smaller one."""
+    target, dim = microbatch.target, microbatch.dim
+    rows = target.shape[dim] if isinstance(target, Tensor) and target.ndim > dim else None
+    made = {t.shape[dim] for t in leaves(output) if isinstance(t, Tensor) and t.ndim > dim}
+    if rows is not None and microbatch.rows and rows != microbatch.rows and rows not in made:
+        raise PipelineError(
+            "the target must have as many rows as the batch",
+            got=f"{rows} rows of the target for {microbatch.rows} rows of the batch, in one microbatch",
+            fix="pass the target of the same batch",
+        )

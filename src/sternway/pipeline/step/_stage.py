@@ -19,18 +19,17 @@ from torch.distributed.tensor import DTensor
 from sternway import split
 from sternway._torch.async_tensors import DROPPED, any_drops_gradient
 from sternway._torch.failures import failure_of
-from sternway._torch.tensors import storage_id
-from sternway._tree import leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import loss_of, no_shares
 from sternway.pipeline.forward._part import SHARES, ModelPart
 from sternway.pipeline.step._again import RecomputedForward
 from sternway.pipeline.step._captured import CapturedStage
 from sternway.pipeline.step._dead import DeadOutputs, is_none, no_gradient
-from sternway.pipeline.step._loss import LossFn, WeighedLoss, not_half
+from sternway.pipeline.step._loss import LossFn, WeighedLoss, check_rows, not_half
 from sternway.pipeline.step._microbatch import Microbatch
 from sternway.pipeline.step._movers import Movers
 from sternway.pipeline.step._roots import Place, Root
+from sternway.pipeline.step._sending import as_sent, tensors_anyway
 from sternway.pipeline.step._shards import StageShards
 from sternway.pipeline.step._slices import Slices, own_loss_of_a_slice
 from sternway.pipeline.transport._collective import Collective
@@ -38,7 +37,7 @@ from sternway.pipeline.transport._payload import Payload, as_inputs, pack, unpac
 from sternway.pipeline.transport._routes import MAIN
 from sternway.saved import Offload
 
-__all__ = ["LossFn", "Stage", "WithSkips", "named_parameters", "tensors_anyway"]
+__all__ = ["LossFn", "Stage", "WithSkips", "named_parameters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +169,7 @@ class Stage:
             needing = {name: [t for t in tensors if t.requires_grad] for name, tensors in inputs.items()}
             self._graphs[number] = _Graph(needing, roots)
         given = [*tensors_anyway(microbatch, {}), *(tensor for tensors in inputs.values() for tensor in tensors)]
-        known = {id(tensor) for tensor in given}
-        held: set[int] = set()
-        if any(not t.requires_grad and id(t) not in known for _, tensors in payloads.values() for t in tensors):
-            held = {storage_id(buffer) for buffer in self.module.buffers() if _has_storage(buffer)}
-        return {name: (spec, [_to_send(t, held) for t in tensors]) for name, (spec, tensors) in payloads.items()}
+        return as_sent(payloads, given, self.module)
 
     def _sent_roots(self, payloads: dict[str, Payload]) -> dict[str, list[Root]]:
         """Where gradients will come back for what is sent, by channel."""
@@ -201,7 +196,7 @@ class Stage:
             return (loss * weight).to(loss.dtype)
         if self.loss_fn is None or microbatch.target is None:
             return None
-        _check_rows(output, microbatch)
+        check_rows(output, microbatch)
         return self._weighed(self.loss_fn, output, microbatch)
 
     def own_losses(self) -> list[Tensor]:
@@ -325,23 +320,6 @@ class Stage:
             self.movers.close()
 
 
-def tensors_anyway(microbatch: Microbatch, received: dict[str, Payload]) -> list[Tensor]:
-    """What a stage is given for a microbatch, and a rank holds until its backward: the batch, and what arrived."""
-    given = (microbatch.arguments, microbatch.keywords, microbatch.stage_kwargs, microbatch.target)
-    tensors = [leaf for each in given for leaf in leaves(each) if isinstance(leaf, Tensor)]
-    return [*tensors, *(tensor for _, arrived in received.values() for tensor in arrived)]
-
-
-def _has_storage(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Buffer) and tensor.layout is torch.strided
-
-
-def _to_send(tensor: Tensor, held: set[int]) -> Tensor:
-    """A tensor as it is sent. One in the memory of a buffer is copied: a later microbatch may change it."""
-    is_held = bool(held) and not tensor.requires_grad and _has_storage(tensor) and storage_id(tensor) in held
-    return tensor.detach().clone() if is_held else tensor.detach()
-
-
 def _changed_in_place(stage: int) -> PipelineError:
     return PipelineError(
         f"stage {stage} changes in place what it received, whose gradient goes back to the stage before",
@@ -354,19 +332,6 @@ def _check_compiled(places: list[Place]) -> None:
     """Raise if a gradient would be lost; where the backward is split, the split looks for that itself."""
     if any_drops_gradient(places):
         raise PipelineError(**DROPPED)
-
-
-def _check_rows(output: Any, microbatch: Microbatch) -> None:
-    """Raise if the target has other rows than the inputs and than the output: a loss would stretch the smaller one."""
-    target, dim = microbatch.target, microbatch.dim
-    rows = target.shape[dim] if isinstance(target, Tensor) and target.ndim > dim else None
-    made = {t.shape[dim] for t in leaves(output) if isinstance(t, Tensor) and t.ndim > dim}
-    if rows is not None and microbatch.rows and rows != microbatch.rows and rows not in made:
-        raise PipelineError(
-            "the target must have as many rows as the batch",
-            got=f"{rows} rows of the target for {microbatch.rows} rows of the batch, in one microbatch",
-            fix="pass the target of the same batch",
-        )
 
 
 def named_parameters(stages: Mapping[int, Stage]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -13,7 +13,8 @@ from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.forward._plain import PlainAttributes
 from sternway.pipeline.forward._untouched import put_buffers
 from sternway.pipeline.step._microbatch import Microbatch
-from sternway.pipeline.step._stage import Stage, named_parameters, tensors_anyway
+from sternway.pipeline.step._sending import tensors_anyway
+from sternway.pipeline.step._stage import Stage, named_parameters
 
 
 class StateBefore:
