@@ -137,7 +137,6 @@ class _Ground:
     ranks: int
     offload: Callable[[], Offload] | None  # makes what moves microbatches, if there is somewhere to go
     slices: Slices | None  # the processes that share this one's sequences, if there are some
-    copies: Collective | None  # those that get other data, if some get other rows
 
     @property
     def ranks_here(self) -> tuple[int, ...]:
@@ -197,13 +196,11 @@ def _ground(given: PipelineArguments) -> _Ground:
     ranks = given.ranks or transport.ranks or planned
     if not ranks:
         raise PipelineError("a pipeline in one process needs the number of ranks", got="none", fix="pass ranks=")
-    slices = copies = None
-    if mesh is not None and len(data := mesh.along(mesh.data)) > len(mesh.slices):
-        copies = transport.collective(data)
+    slices = None
     if mesh is not None and len(mesh.slices) > 1:
         slices = Slices(mesh.slices, transport.crew_apart(mesh.slices), transport.collective(mesh.slices))
         transport.crew().agree(partial(slices.check_sample, given.sample, given.sample_target))
-    return _Ground(transport, mesh, device, ranks, make_policies(given.offload_to, transport.device), slices, copies)
+    return _Ground(transport, mesh, device, ranks, make_policies(given.offload_to, transport.device), slices)
 
 
 def _request(given: PipelineArguments, ground: _Ground) -> BuildRequest:
@@ -252,9 +249,17 @@ def _stages(given: PipelineArguments, ground: _Ground, plan: BuildPlan) -> dict[
         )
     )
     movers = ground.offload if moves(plan.schedule) else None
-    return make_stages(
-        plan, given.loss_fn, given.saved, given.scaler, given.cuda_graphs, movers, ground.slices, ground.copies
-    )
+    copies = _copies(given, ground, plan)
+    return make_stages(plan, given.loss_fn, given.saved, given.scaler, given.cuda_graphs, movers, ground.slices, copies)
+
+
+def _copies(given: PipelineArguments, ground: _Ground, plan: BuildPlan) -> Collective | None:
+    """The processes that compute the loss of other rows, if this one computes that of some."""
+    mesh = ground.mesh
+    if mesh is None or given.loss_fn is None or plan.schedule.num_stages - 1 not in plan.modules:
+        return None
+    data = mesh.along(mesh.data)
+    return ground.transport.collective(data) if len(data) > len(mesh.slices) else None
 
 
 def _gradients(
