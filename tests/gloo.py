@@ -130,8 +130,9 @@ def on_ranks(
     for process in ranks:
         process.start()
     end = time.monotonic() + timeout
-    while any(process.is_alive() for process in ranks) and time.monotonic() < end:
-        multiprocessing.connection.wait([p.sentinel for p in ranks if p.is_alive()], max(0.0, end - time.monotonic()))
+    # Asked once: if the last one ended between two questions, nobody would be left to wait for.
+    while (alive := [process for process in ranks if process.is_alive()]) and time.monotonic() < end:
+        multiprocessing.connection.wait([process.sentinel for process in alive], max(0.0, end - time.monotonic()))
         if any(process.exitcode for process in ranks):  # the others may wait for that one
             end = min(end, time.monotonic() + GRACE)
     hung = [process for process in ranks if process.is_alive()]

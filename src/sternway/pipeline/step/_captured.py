@@ -48,7 +48,7 @@ class PartCall(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The stage's result, and the weight of the microbatch in the model's own loss."""
-        return self.part(*args, **kwargs), self.part.weight
+        return self.part(*args, **kwargs), self.part.sternway_weight
 
 
 class CapturedStage:
@@ -80,7 +80,7 @@ class CapturedStage:
         if not self._can_capture(part, args):
             return part(*args, **kwargs)
         part.look_outside()  # a replay runs no code that would
-        result, part.weight = self._captured(*args, **kwargs)
+        result, part.sternway_weight = self._captured(*args, **kwargs)
         return result
 
     def _can_capture(self, part: ModelPart, args: tuple[Any, ...]) -> bool:
