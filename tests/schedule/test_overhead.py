@@ -54,6 +54,11 @@ def test_none_was_measured_where_there_is_none():
     assert schedule.measured_costs(as_measured(plan, replace(TRUTH, overhead=0.0)), Costs()).overhead == 0.0
 
 
+def test_the_page_of_a_plan_shows_it(tmp_path):
+    schedule.make("1f1b", ranks=2, microbatches=2).simulate(TRUTH).to_html(tmp_path / "plan.html")
+    assert "overhead = 0.1" in (tmp_path / "plan.html").read_text()
+
+
 def test_waiting_for_upkeep_is_none_of_it():
     plan = schedule.sharded(schedule.make("1f1b", ranks=2, microbatches=4))
     run = plan.simulate(Costs(gather=5.0, reduce=1.0))
