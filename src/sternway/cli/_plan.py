@@ -37,7 +37,8 @@ def plan(
         str,
         typer.Option(
             help="Times of one microbatch through one rank's share, as F=1,I=1,W=1,comm=0. "
-            "B, a whole backward, is I + W unless given; overhead=0.1 is added to every action; overlap=0.8 says that an overlapped F and B take 0.8 (F + B). "
+            "B, a whole backward, is I + W unless given; overhead=0.1 is added to every action; "
+            "overlap=0.8 says that an overlapped F and B take 0.8 (F + B). "
             "Unequal stages: one number for each, as F=1:1:1.4."
         ),
     ] = "",
