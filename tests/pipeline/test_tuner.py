@@ -6,9 +6,11 @@ import copy
 import functools
 import random
 import sys
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from gloo import on_ranks
-from searches import at_once, searches_at_once
+from searches import at_once, nothing_at_all, searches_at_once
 from sternway import schedule
 from sternway.errors import PipelineError
 from sternway.pipeline import DistTransport, Pipeline, Profile, profile
@@ -28,14 +30,15 @@ from sternway.pipeline.build._rehearse import Rehearsal
 from sternway.pipeline.forward._part import ModelPart
 from sternway.pipeline.step import _runner
 from sternway.pipeline.step._beside import beside
-from sternway.pipeline.step._tuner import Search, Tuner
+from sternway.pipeline.step._finder import Finder, Search
+from sternway.pipeline.step._tuner import Tuner
 from sternway.schedule import Costs, Schedule, Timeline, candidates, measured_costs
 
 LIMIT = 8.0
 
 
 def tuner_of(plan: Schedule, costs: Costs = Costs(), limit: float = LIMIT) -> Tuner:  # noqa: B008 - frozen
-    return Tuner(plan, costs, limit, begin=at_once)
+    return Tuner(plan, costs, limit, finder=Finder(begin=at_once))
 
 
 def run(tuner: Tuner, truth: Costs, steps: int, slow: tuple[str, ...] = ()) -> list[Schedule]:
@@ -212,25 +215,67 @@ def test_what_no_other_plan_makes_faster_is_not_tried() -> None:
     assert pytest.approx(after.F) == tuner.costs.F, "but it is known what stages cost now"
 
 
-def test_steps_go_on_until_the_searches_of_all_ranks_are_done() -> None:
-    slow: list[tuple[Search, Future[list[Schedule]]]] = []
-    others = False
+class Slow:
+    """Searches that are done when the test says so."""
 
-    def later(search: Search) -> Future[list[Schedule]]:
-        slow.append((search, Future()))
-        return slow[-1][1]
+    def __init__(self) -> None:
+        self.begun: list[tuple[Search, Future[list[Schedule]]]] = []
 
-    def everywhere(mine: bool) -> Callable[[], bool]:
-        return lambda: mine and others
+    def __call__(self, search: Search) -> Future[list[Schedule]]:
+        self.begun.append((search, Future()))
+        return self.begun[-1][1]
 
-    tuner = Tuner(four(), Costs(), LIMIT, everywhere=everywhere, begin=later)
+    def finish(self) -> None:
+        search, found = self.begun[-1]
+        found.set_result(search())
+
+
+def test_steps_go_on_until_the_search_of_the_first_rank_is_done_and_all_change_together() -> None:
+    slow, said = Slow(), list[bytes]()
+
+    def speak(message: bytes) -> Callable[[], bytes]:
+        said.append(message)
+        return lambda: message
+
+    def listen(message: bytes) -> Callable[[], bytes]:
+        assert message == b"", "it has nothing to say"
+        return functools.partial(said.__getitem__, len(said) - 1)
+
+    first = Tuner(four(), Costs(), LIMIT, finder=Finder(True, speak, slow))
+    second = Tuner(four(), Costs(), LIMIT, finder=Finder(False, listen, slow))
     truth = Costs(F=1.0, I=1.2, W=0.8, comm=0.2)
-    assert set(run(tuner, truth, 40)) == {four()}, "its own is not done"
-    search, found = slow[0]
-    found.set_result(search())
-    assert set(run(tuner, truth, 40)) == {four()}, "those of others are not"
-    others = True
-    assert len(set(run(tuner, truth, 40))) > 2
+
+    def both(steps: int) -> list[Schedule]:
+        ran = []
+        for _ in range(steps):
+            ran += run(first, truth, 1)
+            assert run(second, truth, 1) == ran[-1:]
+        return ran
+
+    assert set(both(40)) == {four()}, "it is not done"
+    assert len(slow.begun) == 1, "one rank searches"
+    slow.finish()
+    assert len(set(both(60))) > 2
+    assert [plan.schedule for plan in first.plans] == [plan.schedule for plan in second.plans]
+
+
+def test_a_search_that_fails_leaves_the_plan_as_it_is() -> None:
+    slow = Slow()
+    tuner = Tuner(four(), Costs(), LIMIT, finder=Finder(begin=slow))
+    run(tuner, Costs(), 10)
+    slow.begun[0][1].set_exception(MemoryError("no room"))
+    with pytest.warns(RuntimeWarning, match=r"the plan stays: the search .* failed with MemoryError\('no room'\)"):
+        ran = run(tuner, Costs(), 40)
+    assert set(ran) == {four()}
+    assert tuner.plans == []
+
+
+def test_once_stopped_it_does_not_search_on() -> None:
+    slow = Slow()
+    tuner = Tuner(four(), Costs(), LIMIT, finder=Finder(begin=slow))
+    run(tuner, Costs(), 10)
+    tuner.stop()
+    assert slow.begun[0][1].cancelled()
 
 
 def test_a_call_beside_the_training_returns_or_raises_what_it_does_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +285,25 @@ def test_a_call_beside_the_training_returns_or_raises_what_it_does_here(monkeypa
         beside(functools.partial(int, "x")).result()
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     assert beside(functools.partial(int, "8")).result() == 8, "in a thread, if there is no process"
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    """Wait; longer than any machine needs, if it comes to that."""
+    end = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_call_that_is_cancelled_ends_its_process(tmp_path: Path) -> None:
+    found = beside(functools.partial(nothing_at_all, str(tmp_path)))
+    wait_until(lambda: list(tmp_path.iterdir()))
+    process = next(tmp_path.iterdir()).name
+    assert Path("/proc", process).exists()
+    assert found.cancel()
+    wait_until(lambda: not Path("/proc", process).exists())
+    with pytest.raises(CancelledError):
+        found.result()
 
 
 def test_steps_that_become_slower_as_a_whole_change_nothing() -> None:
@@ -270,7 +334,7 @@ def train(rank: int, sample: bool) -> None:
     model = nn.Sequential(*(block() for _ in range(6)))
     alone = copy.deepcopy(model).eval()
     x, target = torch.randn(16, 8), torch.randn(16, 8)
-    with searches_at_once():
+    with searches_at_once() as searches:
         pipe = Pipeline(
             model.eval(), schedule="auto", n_microbatches=4, loss_fn=F.mse_loss, sample=x[:4] if sample else None
         )
@@ -289,6 +353,7 @@ def train(rank: int, sample: bool) -> None:
         for name, parameter in pipe.named_parameters():
             torch.testing.assert_close(parameter.grad, reference[name].grad)
             parameter.grad = None
+    assert bool(searches) == (rank == 0), "one rank searches"
     assert len({plan.actions for plan in ran}) > 1, "several orders were run"
     assert pipe.plans
     assert sum(plan.kept for plan in pipe.plans) >= 1
@@ -421,21 +486,24 @@ def copies(rank: int) -> None:
         found = profile(*args, **kwargs)
         return replace(found, W=tuple((rank // 2) * 10.0 * f for f in found.F), B=tuple(2 * f for f in found.F))
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, searches_at_once() as searches:
         patch.setattr(_measure, "profile", other)
         pipe = Pipeline(
             model, schedule="auto", n_microbatches=4, loss_fn=F.mse_loss, sample=x[:1], sample_target=x[:1], mesh=mesh
         )
     half = slice(0, 4) if rank < 2 else slice(4, 8)
-    for _ in range(3):
+    ran = []
+    for _ in range(20):
+        ran.append(pipe.schedule.actions)
         pipe.step(x[half], target=target[half])
-    for _ in range(3):
         F.mse_loss(alone(x), target).backward()
     reference = dict(alone.named_parameters())
     for name, parameter in pipe.named_parameters():
         torch.testing.assert_close(parameter.grad, reference[name].grad)
-    plans = pipe.transport.crew_apart([0, 1, 2, 3]).share(pipe.schedule.actions)
-    assert all(plan == plans[0] for plan in plans)
+    orders = pipe.transport.crew_apart([0, 1, 2, 3]).share(ran)
+    assert all(order == orders[0] for order in orders)
+    assert len(set(ran)) > 1, "several orders were run"
+    assert bool(searches) == (rank == 0), "one process of all copies searches"
     pipe.close()
 
 

@@ -450,6 +450,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Finish what is in progress, and destroy the process groups. The pipeline cannot be used afterwards."""
+        self.stop_tuning()
         try:
             if not self._guard.closed:
                 self._runner.settle()

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch.distributed as dist
+
 from sternway._bytes import show_bytes
 from sternway.errors import PipelineError
 from sternway.pipeline.build._checks import check_placement
 from sternway.pipeline.build._options import Draft, choose, draft_plans
 from sternway.pipeline.build._plan import BuildPlan, make_plan
 from sternway.pipeline.build._request import BuildRequest
+from sternway.pipeline.step._finder import Finder
 from sternway.pipeline.step._result import first_timeline
 from sternway.pipeline.step._scaler import GradScaler
 from sternway.pipeline.step._slices import Slices
@@ -97,19 +100,15 @@ def make_tuner(
     if request.schedule != "auto" or not transport.mine or request.ranks == 1:
         return None
     everyone, costs = request.everyone, plan.costs
-
-    def everywhere(mine: bool) -> Callable[[], bool]:
-        rows = transport.gather_later(lambda: [[float(mine)]], everyone)
-        return lambda: all(row[0] for row in rows())
-
+    is_first = transport.mine[0] == 0 if everyone is None else dist.get_rank() == everyone[0]
     return Tuner(
         first,
         plan.costs,
         plan.limit,
         None if plan.room is None else plan.room.fits,
-        everywhere,
-        gathered=gathered,
-        agree=None if everyone is None else lambda own: first_timeline(own, transport, everyone, costs),
+        gathered,
+        Finder(is_first, lambda said: transport.hear_later(said, everyone)),
+        None if everyone is None else lambda own: first_timeline(own, transport, everyone, costs),
     )
 
 

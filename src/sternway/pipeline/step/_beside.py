@@ -7,7 +7,8 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -35,31 +36,41 @@ out.close()
 def beside(call: Callable[[], T]) -> Future[T]:
     """Begin a call, and return its result to come. If no process can be started, it runs in a thread.
 
+    To cancel the result ends the process.
+
     Args:
         call: a function of a module, or a ``functools.partial`` of one, that needs nothing of this process.
     """
     found: Future[T] = Future()
 
     def run() -> None:
-        try:
-            found.set_result(_apart(call))
-        except Exception as error:
-            found.set_exception(error)
+        with suppress(InvalidStateError):  # it was cancelled meanwhile
+            try:
+                found.set_result(_apart(call, found))
+            except Exception as error:
+                found.set_exception(error)
 
     Thread(target=run, name="sternway-beside", daemon=True).start()
     return found
 
 
-def _apart(call: Callable[[], T]) -> T:
+def _apart(call: Callable[[], T], found: Future[T]) -> T:
+    given = pickle.dumps((os.getpid(), sys.path)) + pickle.dumps(call)
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM],
-            input=pickle.dumps((os.getpid(), sys.path)) + pickle.dumps(call),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            check=True,
         )
-    except (OSError, subprocess.SubprocessError):  # no process, or the call has failed there: here one sees how
+    except OSError:
         return call()
-    result: Any = pickle.loads(done.stdout)
+    found.add_done_callback(lambda _: process.kill())  # at once if it was cancelled before; nothing if it has ended
+    with process:
+        output = process.communicate(given)[0]
+    if found.cancelled():
+        raise InvalidStateError
+    if process.returncode:  # the call has failed there: here one sees how
+        return call()
+    result: Any = pickle.loads(output)
     return result  # type: ignore[no-any-return]  # what the call returned there

@@ -1,7 +1,7 @@
 """Which schedule to run next, for "auto": try the best plans in real steps, keep the fastest, and look for drift.
 
     measure   two steps as planned; what the second one shows becomes the costs
-    search    for these costs, in a process of its own, while steps go on
+    search    for these costs, on the first rank in a process of its own, while steps go on
     try       the few best plans and the one that runs, in rounds of three steps each; those that are clearly slower are
               left out of the next round
     again     search once more, with what these steps have shown, and try what is new if that promises to be faster
@@ -10,7 +10,7 @@
 
 Every step trains. The gradients are the same whatever the order.
 
-Ranks do not ask each other what to do. What decides is measured times, and whether the searches of all ranks are done.
+Ranks do not ask each other what to do. What decides is measured times, and what the search of the first rank has found.
 All ranks get these alike, and get them at the same step: some steps later, so that nobody waits for them.
 """
 
@@ -19,11 +19,10 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
-from sternway.pipeline.step._beside import beside
+from sternway.pipeline.step._finder import Finder
 from sternway.schedule import Costs, Schedule, Timeline, candidates, measured_costs
 
 Measured = Callable[[], Timeline]
@@ -32,10 +31,6 @@ Measured = Callable[[], Timeline]
 Told = TypeVar("Told")
 _Story: TypeAlias = Generator[Schedule, Measured | None, Told]
 """Yields the plan of the next step, and is sent what waits for its times, if they are wanted."""
-
-Search = Callable[[], list[Schedule]]
-Everywhere = Callable[[bool], Callable[[], bool]]
-"""Takes what is true on this rank; the function that it returns waits for all ranks, and says whether it is on all."""
 
 _PLANS = 3, 2  # that are tried at a time, at first and again
 _MORE = 2  # of sharded stages: a simulation knows little of gathering and reducing
@@ -83,8 +78,7 @@ class Tuner:
         memory_limit: of every plan, in forwards of one microbatch through one rank's share.
         fits: whether a plan is allowed; all within the limit are by default.
         gathered: how many of its sharded stages a rank keeps gathered; all by default.
-        everywhere: whether something is true on all ranks, to be asked some steps later.
-        begin: begins a search.
+        finder: does the searches; in this process by default.
         agree: makes the times of this pipeline those that all its copies decide by; None if there are no copies.
 
     Attributes:
@@ -101,16 +95,15 @@ class Tuner:
         costs: Costs,
         memory_limit: float | Sequence[float],
         fits: Callable[[Schedule], bool] | None = None,
-        everywhere: Everywhere = lambda mine: lambda: mine,
-        begin: Callable[[Search], Future[list[Schedule]]] = beside,
         gathered: int | None = None,
+        finder: Finder | None = None,
         agree: Callable[[Measured], Measured] | None = None,
     ) -> None:
         self._gathered, self._agree = gathered, agree
         self.schedule, self.costs, self.plans = schedule, costs, list[TriedPlan]()
         self.stopped, self._kept, self._cause = False, schedule, "the first steps"
         self.looks = True
-        self._everywhere, self._begin = everywhere, begin
+        self._finder = finder or Finder()
         self._limit, self._fits, self._step = memory_limit, fits, 0
         self._story = self._tell()
         next(self._story)
@@ -123,6 +116,7 @@ class Tuner:
     def stop(self) -> None:
         """Keep the best plan so far from now on."""
         self.stopped, self.schedule = True, self._kept
+        self._finder.stop()
 
     def _tell(self) -> _Story[None]:
         calm, more = _CALM, _MORE if self.schedule.gathered else 0
@@ -145,23 +139,25 @@ class Tuner:
         tried: list[Schedule] = []
         for number, count in enumerate(_PLANS):
             plans = yield from self._search()
-            if not (anyway and number == 0) and not self._gains(plans[0]):
+            if not plans or (not (anyway and number == 0) and not self._gains(plans[0])):
                 break
             tried += yield from self._try(plans[: count + more], tried)
 
     def _search(self) -> _Story[list[Schedule]]:
-        """Run on until the searches of all ranks are done; they find the same. The best plan is the first."""
+        """Run on until the search is done. The best plan is the first; none if it has failed."""
         plan, limit = self.schedule, self._limit
         gathered = self._gathered or max(map(len, plan.placement))
-        found = self._begin(
+        self._finder.begin(
             functools.partial(candidates, plan, self.costs, memory_limit=limit, count=_MANY, gathered=gathered)
         )
-        done = False
-        while not done:
-            all_done = self._everywhere(found.done())
+        found = None
+        while found is None:
+            answer = self._finder.ask(
+                lambda each: self._fits is None or each == plan or self._fits(each), max(_PLANS) + _MORE
+            )
             yield from self._pass(_LATER)
-            done = all_done()
-        return [each for each in found.result() if self._fits is None or each == plan or self._fits(each)]
+            found = answer()
+        return found
 
     def _gains(self, plan: Schedule) -> bool:
         return plan.simulate(self.costs).period < (1 - _GAIN) * self.schedule.simulate(self.costs).period

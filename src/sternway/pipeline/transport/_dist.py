@@ -20,7 +20,7 @@ from sternway.pipeline.transport._crew import Crew
 from sternway.pipeline.transport._facts import StepFacts
 from sternway.pipeline.transport._groups import ProcessGroups, check_members
 from sternway.pipeline.transport._herald import Herald
-from sternway.pipeline.transport._later import LateGathers, Rows
+from sternway.pipeline.transport._later import LateTalk, Rows
 from sternway.pipeline.transport._mesh import PipelineMesh
 from sternway.pipeline.transport._messenger import Messenger
 from sternway.pipeline.transport._nccl import NcclCarrier
@@ -69,7 +69,7 @@ class DistTransport(Transport):
         self._messenger: Messenger | None = None  # until it is known where the stages are
         self._dynamic, self._timeout = dynamic, timeout
         self._herald: Herald | None = None  # until there is a schedule
-        self._late_gathers: dict[tuple[int, ...], LateGathers] = {}  # by their members
+        self._late_talk: dict[tuple[int, ...], LateTalk] = {}  # by their members
         self._copies = Sends(self._groups)
         self.ranks, self.rank = len(members), self._groups.rank
         self.mine = (self.rank,)
@@ -143,12 +143,18 @@ class DistTransport(Transport):
         return [row.tolist() for row in rows]
 
     def gather_later(self, numbers: Callable[[], Rows], members: Sequence[int] | None = None) -> Callable[[], Rows]:
+        return self._talk_of(members).gather(lambda: numbers()[0])
+
+    def hear_later(self, said: bytes, members: Sequence[int] | None = None) -> Callable[[], bytes]:
+        return self._talk_of(members).hear(said)
+
+    def _talk_of(self, members: Sequence[int] | None) -> LateTalk:
         among = tuple(members or self._groups.members)
-        if among not in self._late_gathers:
-            made = LateGathers(self._groups.new(among), len(among), self._groups.explain)
-            self._late_gathers[among] = made
+        if among not in self._late_talk:
+            made = LateTalk(self._groups.new(among), len(among), self._groups.explain)
+            self._late_talk[among] = made
             self._enders.append(made.abandon)
-        return self._late_gathers[among].submit(lambda: numbers()[0])
+        return self._late_talk[among]
 
     def add(self, tensors: list[Tensor], ranks: Sequence[int]) -> None:
         group = self._groups.of_ranks(ranks, self.device)
@@ -201,9 +207,9 @@ class DistTransport(Transport):
         self._copies.drop()
         if self._messenger is not None:
             self._messenger.close(0.0)
-        if self._late_gathers or self.device.type == "cuda":
+        if self._late_talk or self.device.type == "cuda":
             self._groups.wake()  # threads that wait for other ranks
-        for each in self._late_gathers.values():
+        for each in self._late_talk.values():
             each.stop()
         self._groups.close(failed=True)
 
@@ -218,7 +224,7 @@ class DistTransport(Transport):
             except LostRankError as error:
                 self.fail(error)
                 raise
-        for each in self._late_gathers.values():
+        for each in self._late_talk.values():
             each.stop(self._timeout)
         self._copies.finish()
         self._groups.close()

@@ -1,8 +1,8 @@
-"""Numbers of all ranks that nobody has to wait for: a thread gathers them, and whoever wants them looks later.
+"""What ranks learn of each other without a wait: a thread does the talking, and whoever wants to know looks later.
 
 A rank hands in a way to get its numbers, and goes on. Its thread gets them, which on a GPU means to wait until the GPU
-has come so far, and gathers those of all ranks over a process group of its own. All ranks hand in the same things in
-the same order.
+has come so far, and gathers those of all ranks over a process group of its own. What the first rank has to say goes the
+same way. All ranks hand in the same things in the same order.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,10 @@ from torch import Tensor
 from sternway._torch.memory import is_without_memory
 
 Rows = list[list[float]]
+T = TypeVar("T")
 
 
-class LateGathers:
+class LateTalk:
     """The thread of one rank.
 
     Args:
@@ -35,19 +36,30 @@ class LateGathers:
     def __init__(self, group: Any, ranks: int, explain: Callable[[Exception], Exception]) -> None:
         self._group, self._ranks, self._explain = group, ranks, explain
         self._is_abandoned = False
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], list[float]], Future[Rows]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sternway-gather", daemon=True)
         self._thread.start()
         atexit.register(self.stop)  # a thread inside gloo when Python ends would crash the process
 
-    def submit(self, numbers: Callable[[], list[float]]) -> Callable[[], Rows]:
+    def gather(self, numbers: Callable[[], list[float]]) -> Callable[[], Rows]:
         """Hand in a row of numbers, which the thread gets by calling ``numbers``.
 
         Returns:
             A function that waits for the rows of all ranks, and returns them.
         """
-        found: Future[Rows] = Future()
-        self._jobs.put((numbers, found))
+        return self._submit(lambda: self._gather(numbers()))
+
+    def hear(self, said: bytes) -> Callable[[], bytes]:
+        """Hand in what the first rank has to say; of the others it does not count.
+
+        Returns:
+            A function that waits for it, and returns it.
+        """
+        return self._submit(lambda: self._hear(said))
+
+    def _submit(self, job: Callable[[], T]) -> Callable[[], T]:
+        found: Future[T] = Future()
+        self._jobs.put((job, found))
         return found.result
 
     def abandon(self) -> None:
@@ -63,16 +75,16 @@ class LateGathers:
 
     def _run(self) -> None:
         failed: Exception | None = None
-        while (job := self._jobs.get()) is not None:
-            numbers, found = job
+        while (next_job := self._jobs.get()) is not None:
+            job, found = next_job
             try:
                 if failed is not None:
                     raise failed
-                found.set_result(self._gather(numbers()))
+                found.set_result(job())
             except Exception as error:
                 failed = failed or (self._explain(error) if isinstance(error, RuntimeError) else error)
                 found.set_exception(failed)
-            del job, numbers, found  # the next one may take long to come
+            del next_job, job, found  # the next one may take long to come
         if self._is_abandoned:
             atexit.unregister(self.stop)
 
@@ -81,6 +93,16 @@ class LateGathers:
         rows = [torch.empty_like(mine) for _ in range(self._ranks)]
         dist.all_gather(rows, mine, group=self._group)
         return [row.tolist() for row in rows]
+
+    def _hear(self, said: bytes) -> bytes:
+        length = int(self._gather([len(said)])[0][0])
+        if not length:
+            return b""
+        message = torch.empty(length, dtype=torch.uint8)
+        if dist.get_rank(self._group) == 0:
+            message.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
+        dist.broadcast(message, group=self._group, group_src=0)
+        return message.numpy().tobytes()
 
 
 def is_here(number: Tensor) -> bool:

@@ -74,6 +74,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
+    def hear_later(self, said: bytes, members: Sequence[int] | None = None) -> Callable[[], bytes]:
+        """What the first rank, or the first of ``members``, has ``said`` here; a function that waits for it."""
+
+    @abstractmethod
     def add(self, tensors: list[Tensor], ranks: Sequence[int]) -> None:
         """Replace tensors by their sum over ``ranks``, in place. Only those ranks call it."""
 
