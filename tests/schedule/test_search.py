@@ -195,6 +195,27 @@ def test_the_names_of_the_search_are_public():
     for stages_per_rank, name in ((1, "search"), (2, "search-v"), (3, "search-looped")):
         found = search(Costs(), ranks=1, microbatches=1, memory_limit=1, stages_per_rank=stages_per_rank)
         assert found.name == name
+    assert (
+        search(Costs(), ranks=2, microbatches=1, memory_limit=1, stages_per_rank=2, looped=True).name == "search-looped"
+    )
+
+
+@pytest.mark.parametrize("limit", [4, 8])
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_two_looped_stages_of_each_rank_are_no_worse_than_any_named_schedule_of_them(limit, weight):
+    costs = Costs(F=0.5, I=1.0 - weight, W=weight, B=1.0, comm=0.05)
+    numbers = {"ranks": 4, "microbatches": 8, "memory_limit": limit, "stages_per_rank": 2}
+    found = search(costs, **numbers, looped=True)
+    assert found.placement == ((0, 4), (1, 5), (2, 6), (3, 7))
+    found.check()
+    times = found.simulate(costs)
+    assert times.peak_memory <= limit
+    assert times.span >= lower_bound(costs, **numbers, looped=True) - 1e-9
+    for name in ("interleaved-1f1b", "interleaved-zb", "looped-bfs"):
+        other = make(name, ranks=4, microbatches=8).simulate(costs)
+        assert other.peak_memory > limit or times.span <= other.span + 1e-9
+    if weight == 0.0:
+        assert times.span <= search(costs, **numbers).simulate(costs).span + 1e-9, "no W fills the gaps of a V"
 
 
 # What the search is made of.

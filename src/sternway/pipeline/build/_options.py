@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from sternway import schedule as schedules
-from sternway.errors import PipelineError
+from sternway.errors import PipelineError, ScheduleError
 from sternway.pipeline.build._blocks import recomputing
 from sternway.pipeline.build._copied import copied
 from sternway.pipeline.build._measure import agreed_costs, measure
@@ -221,12 +223,34 @@ def _agreed_options(
         for starts, costs, room in zip(ways, costs_of, found, strict=True):
             per_rank = max(1, len(starts) // request.ranks)
             counted = _gathered_rooms(room, per_rank) if request.schedule == "auto" else [room]
-            options.append(min((_option(request, starts, costs, each, per_rank) for each in counted), key=_merit))
+            made = partial(_best_option, request, starts, costs, counted, per_rank)
+            options.append(made(looped=False))
+            if _may_loop(request, per_rank):
+                with suppress(ScheduleError):  # it needs more memory than there is
+                    options.append(made(looped=True))
         return options
 
     if request.schedule != "auto" or not transport.mine:
         return find()
     return transport.crew().from_first(find)
+
+
+def _may_loop(request: BuildRequest, per_rank: int) -> bool:
+    """Whether to look at two looped stages of each rank, too: within ample memory a V is as fast, or faster."""
+    limited = request.memory is not None or request.memory_limit is not None
+    return request.schedule == "auto" and per_rank == 2 and limited
+
+
+def _best_option(
+    request: BuildRequest,
+    starts: list[int],
+    costs: Costs,
+    counted: Sequence[Room | None],
+    per_rank: int,
+    *,
+    looped: bool,
+) -> PlanOption:
+    return min((_option(request, starts, costs, room, per_rank, looped) for room in counted), key=_merit)
 
 
 def _merit(option: PlanOption) -> tuple[bool, tuple[float, float]]:
@@ -241,7 +265,9 @@ def _gathered_rooms(room: Room | None, per_rank: int) -> list[Room | None]:
     return [replace(room, shards=replace(room.shards, gathered=count)) for count in range(per_rank, 0, -1)]
 
 
-def _option(request: BuildRequest, starts: list[int], costs: Costs, room: Room | None, per_rank: int) -> PlanOption:
+def _option(
+    request: BuildRequest, starts: list[int], costs: Costs, room: Room | None, per_rank: int, looped: bool
+) -> PlanOption:
     unknown = costs == Costs()
     if room is not None:
         costs = room.costs(costs, request.ranks)
@@ -252,11 +278,11 @@ def _option(request: BuildRequest, starts: list[int], costs: Costs, room: Room |
     if room is not None and request.schedule == "auto":
 
         def find(limit: Limit, recompute: Recompute) -> Schedule:
-            return schedule_of(request, costs, limit, recompute, per_rank, gathered)
+            return schedule_of(request, costs, limit, recompute, per_rank, looped, gathered)
 
         plan, limit = room.best(find, limit_of(request, costs), costs)
     else:
-        plan = schedule_of(request, costs, limit, stages_per_rank=per_rank, gathered=gathered)
+        plan = schedule_of(request, costs, limit, (), per_rank, looped, gathered)
         plan = plan if room is None or plan.num_stages != len(starts) else room.lightest(plan, costs)
     if plan.num_stages != len(starts):
         raise PipelineError(
@@ -298,6 +324,7 @@ def schedule_of(
     limit: Limit,
     recompute: Recompute = (),
     stages_per_rank: int = 1,
+    looped: bool = False,
     gathered: int | None = None,
 ) -> Schedule:
     """The schedule that was passed, or made by its name; for "auto" the best that a search finds.
@@ -320,6 +347,7 @@ def schedule_of(
         microbatches=microbatches,
         memory_limit=limit,
         stages_per_rank=stages_per_rank,
+        looped=looped,
         recompute=recompute,
         sharded=sharded,
         gathered=gathered if sharded else None,

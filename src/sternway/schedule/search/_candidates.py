@@ -6,7 +6,7 @@ from dataclasses import replace
 from sternway.errors import ScheduleError
 from sternway.schedule._costs import Costs
 from sternway.schedule._offload import without_moves
-from sternway.schedule._schedule import Schedule
+from sternway.schedule._schedule import Schedule, looped_placement
 from sternway.schedule.named._make import make, names
 from sternway.schedule.search._fuse import fuse
 from sternway.schedule.search._gathered import RankFits, gathered_within, step_time, within_limit
@@ -83,6 +83,7 @@ def _plans(
             microbatches=microbatches,
             memory_limit=memory_limit,
             stages_per_rank=per_rank,
+            looped=running.placement == looped_placement(ranks, per_rank),
             recompute=running.recompute,
             offload=moves,
             sharded=held or False,

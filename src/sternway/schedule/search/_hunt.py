@@ -34,8 +34,8 @@ _MOVES, _FEWEST_MOVES, _MOST_MOVES = 600_000, 60, 2_000
 _PATTERNS = 8
 _PATIENCES = (0.5, 1.0)
 _KEPT = 3
-_STARTS = {1: ("1f1b", "zb-h1", "zb-h2", "gpipe"), 2: ("zb-v", "v-half", "v-min", "dualpipe-v")}
 _LOOPED = ("interleaved-1f1b", "interleaved-zb", "looped-bfs")
+_STARTS = {1: ("1f1b", "zb-h1", "zb-h2", "gpipe"), 2: ("zb-v", "v-half", "v-min", "dualpipe-v", *_LOOPED)}
 _THOROUGH = 2_000
 """Problems of up to this many steps continue when the bound is met, for a shorter makespan."""
 _SMALL, _NODES = 100, 20_000

@@ -49,6 +49,7 @@ def lower_bound(
     memory_limit: Limit | None = None,
     memory: int | str | None = None,
     stages_per_rank: int = 1,
+    looped: bool = False,
     recompute: Collection[Again] | Literal["auto"] = (),
 ) -> float:
     """Return a time that ``Timeline.span`` cannot be below, for any schedule within the memory limit.
@@ -67,7 +68,7 @@ def lower_bound(
         microbatches: the number of microbatches in a step.
         memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
         memory: or what it has in bytes, as in ``search``.
-        stages_per_rank: as in ``search``.
+        stages_per_rank, looped: as in ``search``.
         recompute: what is recomputed, as in ``search``; "auto" for any choice.
 
     Returns:
@@ -78,7 +79,7 @@ def lower_bound(
     """
     limit = limit_of(costs, memory_limit, memory)
     check_arguments(costs, ranks, microbatches, limit, stages_per_rank)
-    placement = place(ranks, stages_per_rank)
+    placement = place(ranks, stages_per_rank, looped)
     if recompute == "auto":
         return least_bound(costs, placement, microbatches, limit)
     chosen = checked_recompute(recompute, ranks * stages_per_rank)

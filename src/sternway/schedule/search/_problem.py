@@ -137,6 +137,7 @@ def pose(
     microbatches: int,
     memory_limit: Limit,
     stages_per_rank: int = 1,
+    looped: bool = False,
     joined: bool = False,
     whole: bool = True,
     recompute: Recompute = (),
@@ -148,7 +149,7 @@ def pose(
             number of stages.
     """
     check_arguments(costs, ranks, microbatches, memory_limit, stages_per_rank)
-    placement = place(ranks, stages_per_rank)
+    placement = place(ranks, stages_per_rank, looped)
     return resolve(costs, placement, microbatches, memory_limit, joined=joined, whole=whole, recompute=recompute)
 
 
@@ -266,9 +267,10 @@ def _too_small(memory_limit: Limit, rank: int, smallest: float) -> ScheduleError
     )
 
 
-def place(ranks: int, stages_per_rank: int) -> Placement:
-    """Return where the search puts stages: in a V for two per rank, in turn for any other number."""
-    return v_placement(ranks) if stages_per_rank == 2 else looped_placement(ranks, stages_per_rank)
+def place(ranks: int, stages_per_rank: int, looped: bool = False) -> Placement:
+    """Return where the search puts stages: two per rank in a V unless ``looped``, any other number in turn."""
+    in_a_v = stages_per_rank == 2 and not looped
+    return v_placement(ranks) if in_a_v else looped_placement(ranks, stages_per_rank)
 
 
 def within(timeline: Timeline, limit: Limit) -> bool:

@@ -30,7 +30,7 @@ from sternway.schedule.search._choices import everything
 from sternway.schedule.search._fuse import fuse, length
 from sternway.schedule.search._gathered import best_gathered, rest_of, too_small
 from sternway.schedule.search._hunt import Progress, named, part_of, solve
-from sternway.schedule.search._problem import Limit, check_arguments, limit_of, place, pose, within
+from sternway.schedule.search._problem import Limit, check_arguments, limit_of, place, resolve, within
 from sternway.schedule.search._recompute import best_choice, recomputed
 from sternway.schedule.search._words import to_schedule
 
@@ -43,6 +43,7 @@ def search(
     memory_limit: Limit | None = None,
     memory: int | str | None = None,
     stages_per_rank: int = 1,
+    looped: bool = False,
     recompute: Collection[Again] | Literal["auto"] = (),
     offload: bool = False,
     sharded: Collection[int] | bool = False,
@@ -70,6 +71,8 @@ def search(
         memory: or what it has in bytes, or as text such as "20GB"; the costs must have ``activation_bytes``.
         stages_per_rank: with 1, rank r holds stage r; with 2, stages r and 2 * ranks - 1 - r, in a V; with more, stages
             r, r + ranks, r + 2 ranks, ...
+        looped: whether two stages are placed like more: r and r + ranks. That is faster where W is short or most is
+            recomputed, and slower elsewhere.
         recompute: the stages that keep their inputs alone and run their forward again, or shares of them, as in
             ``Schedule``; or "auto" to choose them, too: the fastest choice within the limit. ``costs.memory_input`` and
             ``costs.memory_again`` say what that needs, and ``costs.blocks`` of how many parts some may be chosen.
@@ -91,11 +94,9 @@ def search(
     """
     limit = limit_of(costs, memory_limit, memory)
     check_arguments(costs, ranks, microbatches, limit, stages_per_rank)
-    placement = place(ranks, stages_per_rank)
+    placement = place(ranks, stages_per_rank, looped)
     held = checked_shards(sharded, gathered, ranks * stages_per_rank)
-    found = partial(
-        _found, costs, placement, microbatches, stages_per_rank=stages_per_rank, recompute=recompute, offload=offload
-    )
+    found = partial(_found, costs, placement, microbatches, recompute=recompute, offload=offload)
     if not held:
         return found(limit, progress)
     if offload:
@@ -124,14 +125,11 @@ def _found(
     limit: Limit,
     progress: Progress | None,
     *,
-    stages_per_rank: int,
     recompute: Collection[Again] | Literal["auto"],
     offload: bool,
 ) -> Schedule:
     """Return the best schedule of stages that are not sharded."""
-    find = partial(
-        _plan, costs, ranks=len(placement), microbatches=microbatches, limit=limit, stages_per_rank=stages_per_rank
-    )
+    find = partial(_plan, costs, placement=placement, microbatches=microbatches, limit=limit)
     uniform = _uniform(recompute, placement, costs)
     plans: list[Schedule] = []
     if offload:
@@ -177,26 +175,18 @@ def _plan(
     recompute: Recompute,
     progress: Progress | None,
     *,
-    ranks: int,
+    placement: Placement,
     microbatches: int,
     limit: Limit,
-    stages_per_rank: int,
 ) -> Schedule:
     """Return the best schedule found if these stages are recomputed."""
-    posed = partial(
-        pose,
-        costs,
-        ranks=ranks,
-        microbatches=microbatches,
-        memory_limit=limit,
-        stages_per_rank=stages_per_rank,
-        recompute=recompute,
-    )
+    posed = partial(resolve, costs, placement, microbatches, limit, recompute=recompute)
     problem = posed()
-    name = {1: "search", 2: "search-v"}.get(stages_per_rank, "search-looped")
+    per_rank = len(placement[0])
+    name = "search" if per_rank == 1 else "search-v" if placement == place(len(placement), 2) else "search-looped"
     if costs.B is None and not recompute:
         return to_schedule(problem, solve(problem, progress), name)
-    plans = _named_within(costs, problem.placement, microbatches, limit, recompute)
+    plans = _named_within(costs, placement, microbatches, limit, recompute)
     plans.append(to_schedule(problem, solve(problem, part_of(progress, 0, 2)), name))
     if costs.B is not None:
         each = posed(joined=True)
