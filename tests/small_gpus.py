@@ -60,7 +60,12 @@ def become_small_gpu(
 
 @functools.cache
 def mps() -> dict[str, str]:
-    """Start CUDA's MPS daemon, for as long as this process runs; the variables by which others find it."""
+    """Start CUDA's MPS daemon, for as long as this process runs; the variables by which others find it.
+
+    ``SMALL_GPUS_MPS`` names the folder of a daemon that runs already, so that several test runs may share the GPU.
+    """
+    if running := os.environ.get("SMALL_GPUS_MPS"):
+        return {f"CUDA_MPS_{name}_DIRECTORY": os.path.join(running, name.lower()) for name in ("PIPE", "LOG")}
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
         return {}

@@ -97,25 +97,34 @@ class CapturedCall(torch.autograd.Function):
         lease, ctx.lease = ctx.lease, None  # a graph that is kept must not keep the set
         if lease is None:
             raise a_second_time()
-        graphs, offer = lease.graphs, take_offer()
-        found = graphs.backward_input([grads[index] for index in graphs.needing])
         leaves = [leaf for leaf, _ in ctx.next_functions]
-        found += [None] * (len(leaves) - len(found))
-        places = range(len(graphs.wanted), len(leaves))
-        waiting = [index for index in offer.positions if index in places] if offer is not None else []
-        arrivals = {index: arrival_at(leaves[index]) for index in set(places).difference(waiting)}
-        if "asked" in arrivals.values():
-            raise SplitError(
-                "the gradients of a captured module's parameters are added to .grad, and cannot be returned",
-                got="a parameter of it among the inputs of autograd.grad or backward_input",
-                fix="read .grad after backward(); or call the module that was captured",
-            )
-        if offer is not None:
-            offer.accept(CapturedWork(lease, [leaves[index] for index in waiting]), {})
-        elif runs := sorted(index for index, arrival in arrivals.items() if arrival == "runs"):
-            skipped = [leaves[index].variable for index in places if index not in runs]
-            own = [leaves[index] for index in runs]
-            values = {id(leaf): value for leaf, value in lease.replay_weights(own, skipped, Accumulator(own))}
-            for index in runs:
-                found[index] = values.get(id(leaves[index]))
-        return None, None, *found
+        try:
+            return None, None, *_replay(lease, leaves, grads)
+        except BaseException:
+            lease.graphs.lease = None  # whoever keeps the error keeps the lease with it
+            raise
+
+
+def _replay(lease: Lease, leaves: list[Node], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Replay I, and W too unless the split takes it; the gradients of the call's tensors."""
+    graphs, offer = lease.graphs, take_offer()
+    found = graphs.backward_input([grads[index] for index in graphs.needing])
+    found += [None] * (len(leaves) - len(found))
+    places = range(len(graphs.wanted), len(leaves))
+    waiting = [index for index in offer.positions if index in places] if offer is not None else []
+    arrivals = {index: arrival_at(leaves[index]) for index in set(places).difference(waiting)}
+    if "asked" in arrivals.values():
+        raise SplitError(
+            "the gradients of a captured module's parameters are added to .grad, and cannot be returned",
+            got="a parameter of it among the inputs of autograd.grad or backward_input",
+            fix="read .grad after backward(); or call the module that was captured",
+        )
+    if offer is not None:
+        offer.accept(CapturedWork(lease, [leaves[index] for index in waiting]), {})
+    elif runs := sorted(index for index, arrival in arrivals.items() if arrival == "runs"):
+        skipped = [leaves[index].variable for index in places if index not in runs]
+        own = [leaves[index] for index in runs]
+        values = {id(leaf): value for leaf, value in lease.replay_weights(own, skipped, Accumulator(own))}
+        for index in runs:
+            found[index] = values.get(id(leaves[index]))
+    return found
