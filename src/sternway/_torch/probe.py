@@ -37,6 +37,7 @@ Feature = Literal[
     "split.learned",
     "split.capture",
     "split.install",
+    "split.native",
     "graph",
     "pipeline",
     "pipeline.fit",

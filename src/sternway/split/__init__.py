@@ -22,6 +22,7 @@ from sternway.split.captured._step import CapturedStep, capture_step
 from sternway.split.compiled._inspect import inspect
 from sternway.split.compiled._report import CompiledGraph, CompiledGraphs, CompiledNode
 from sternway.split.eager import _known  # noqa: F401 - fills the table of rules
+from sternway.split.eager._native import accelerate
 from sternway.split.learned._learn import learn, unlearn
 from sternway.split.learned._table import FunctionKind, FunctionKinds, kinds
 from sternway.split.learned._try import PartTimes
@@ -40,6 +41,7 @@ __all__ = [
     "Pending",
     "Preview",
     "Product",
+    "accelerate",
     "backward_input",
     "capture",
     "capture_step",

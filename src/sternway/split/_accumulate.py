@@ -62,7 +62,7 @@ class Accumulator:
     ) -> None:
         self._leaves = leaves
         self.exact, self._tell_nodes, self._mark = exact, tell_nodes, mark
-        self._anomaly = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+        self.is_careful = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}  # by memory of .grad: what is added to it, all in one call
         self._written: list[Tensor] = []
         self._calls: deque[EngineCall] = deque()
@@ -77,7 +77,7 @@ class Accumulator:
         It can if the parameter and its node have no Python hooks, and it and its ``.grad`` are ordinary dense tensors.
         """
         parameter: Tensor = leaf.variable
-        if type(parameter) not in ORDINARY or self._anomaly or (self._call_of and leaf in self._call_of):
+        if type(parameter) not in ORDINARY or self.is_careful or (self._call_of and leaf in self._call_of):
             return None
         before, after, wanted, grad, dtype = fields_for_writing(parameter)
         if before or after or not wanted or (id(parameter) not in self._clean and UNSEEN.on_leaf(leaf)):
@@ -191,7 +191,7 @@ class Accumulator:
             part.unpack()
             edges.append(GradientEdge(*part.edge))
             values.append(part.value_at_edge())
-        if self._anomaly and any(value.isnan().any() for value in values):
+        if self.is_careful and any(value.isnan().any() for value in values):
             shapes = ", ".join(str(tuple(leaf.variable.shape)) for leaf in call.leaves)
             raise PendingError(
                 "W must not compute nan under detect_anomaly",

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import repeat
+from itertools import islice, repeat
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from sternway.split._unsupported import a_second_time, refuse_resharded, spend
 from sternway.split.compiled._offer import Offer, making
 from sternway.split.eager._catch import catching, stopping, without_hooks
 from sternway.split.eager._hiding import Ran
+from sternway.split.eager._native import native_plan
 from sternway.split.eager._work import deferred_work, in_order
 
 
@@ -97,12 +99,15 @@ def backward_input(
             got=f"{describe(inputs)} that does not",
             fix="call x.requires_grad_() before the forward; or, if no gradient is needed, leave inputs out",
         )
-    plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()), exact)
+    plan = native_plan(tensors, wanted.values(), exact)
+    if plan is None:
+        plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()), exact)
     kept = list(map(root_of, tensors)) if not functions_outlive_graphs() and plan.leads_to_functions else []
     bottom = [cut for cut in plan.cuts if not cut.runs_in_i]
     quiet = own_thread and plan.is_quiet
     taken = plan.cuts if quiet else bottom
-    nodes = [*plan.ready, *[cut.node for cut in taken]]
+    native = plan.native
+    nodes = [*plan.ready, *[cut.node for cut in taken], *(native.asked if native else ())]
     edges = [GradientEdge(*place) for place in plan.inputs] + list(map(GradientEdge, nodes, repeat(0)))
     edges += [GradientEdge(*part.edge) for part in plan.branches] + [GradientEdge(node, 0) for node in plan.triggers]
     offers = [Offer(each.node, each.positions) for each in plan.opaque]
@@ -117,11 +122,14 @@ def backward_input(
         at_leaves = list(zip(plan.ready, answers, strict=False))
         for cut, grad in zip(taken, answers, strict=False):
             cut.keep(grad)
+        by_native = native.finish([*map(itemgetter(1), at_leaves), *islice(answers, len(native.asked))]) if native else None
         at_branches = list(zip(plan.branches, answers, strict=False))
         for cut in bottom:
             spend(cut.node)
     UNSEEN.count_own(len(bottom))
-    work, undefined = _left_for_w(plan, at_leaves, at_branches, offers, exact)
+    work, undefined = _left_for_w(plan, () if native else at_leaves, at_branches, offers, exact)
+    if by_native:
+        work, undefined = [by_native[0], *work], by_native[1] + undefined
     pending = Pending(work, ran, undefined, exact, group, kept)
     if in_process_group():
         refuse_resharded(pending.deferred)
@@ -143,6 +151,7 @@ def _preparing(
         calling_instead(calls) if calls else nullcontext(),
         making(offers) if offers else nullcontext(),
         without_hooks([*plan.ready, *plan.triggers]) as (ran, mark),
+        plan.native.catching() if plan.native else nullcontext(),
         stopping(plan.inner) as stopped,
     ):
         yield ran, mark, stopped

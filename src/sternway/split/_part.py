@@ -100,6 +100,15 @@ def packing_of(packed: list[Any]) -> Packing:
     return "foreign"
 
 
+def changed_between(grad: Tensor) -> PendingError:
+    """The error if the gradient that I kept at a cut, or what W needs beside it, was changed in place since."""
+    return PendingError(
+        "a tensor that W needs must not be changed in place between I and W",
+        got=f"a changed gradient of shape {tuple(grad.shape)}, or a changed operand of its node",
+        fix="change a copy, or call pending.run() first",
+    )
+
+
 class _KeptPacked:
     """A node whose saved tensors are read without unpacking what ``sternway.saved`` packed."""
 
@@ -188,11 +197,7 @@ class Part:
         """Raise PendingError if a tensor was changed in place since I, as autograd does for saved tensors."""
         grad_changed = self.packed is None and version_of(self.grad) != self.version
         if grad_changed or (self.later is not None and self.later.was_changed()):
-            raise PendingError(
-                "a tensor that W needs must not be changed in place between I and W",
-                got=f"a changed gradient of shape {tuple(self.grad.shape)}, or a changed operand of its node",
-                fix="change a copy, or call pending.run() first",
-            )
+            raise changed_between(self.grad)
 
     def value(self, transposed: bool = False) -> Tensor:
         """The operand's gradient, its last two dimensions swapped if ``transposed``."""

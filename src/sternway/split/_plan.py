@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from torch.autograd.function import BackwardCFunction
 
 from sternway._torch.nodes import ACCUMULATE_GRAD
 from sternway.split._part import Cut, Edge, Node, Part
 from sternway.split.learned._cut import FunctionCut
+
+if TYPE_CHECKING:
+    from sternway.split.eager._native import NativeCuts
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class SplitPlan:
         triggers: a leaf for each compiled graph with nothing but leaves below it. The engine is asked for its gradient,
             or it would not run the graph.
         is_quiet: whether there are no hooks at the cuts, and nothing that I runs could put some there.
+        native: cuts that the extension in C++ reads, beside ``cuts``; it takes the gradients of ``ready``, too.
     """
 
     cuts: list[Cut]
@@ -53,6 +58,7 @@ class SplitPlan:
     functions: list[FunctionCut]
     trials: list[FunctionCut]
     is_quiet: bool
+    native: NativeCuts | None = None
 
     @property
     def leads_to_functions(self) -> bool:

@@ -21,7 +21,7 @@ from sternway._torch.operands import (
 )
 from sternway._torch.products import Addbmm, Addmv, GroupedMm, Mv, Trilinear, grouped_mm, trilinear
 from sternway.split._later import Later, Product
-from sternway.split._rules import rule
+from sternway.split._rules import RULES, rule
 
 aten = torch.ops.aten
 
@@ -228,3 +228,7 @@ def _trilinear_middle(node: Any) -> Later:
         return trilinear(first, grad, third, *settings)
 
     return Later(compute, Trilinear.first(node), Trilinear.third(node))
+
+
+OWN_RULES = dict(RULES)
+"""The rules above; a user's may take the place of some."""

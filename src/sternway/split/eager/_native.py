@@ -1,0 +1,195 @@
+"""I and W of an eager graph by the extension in C++, where a user has switched it on and the graph is plain.
+
+The extension plans, reads and runs what takes most calls of Python: matrix products with parameters on one side, and
+leaves whose gradient I computes. It does so for a whole graph or not at all. Whatever is unusual (a hook, a custom
+Function, a branch, a weight made of others) it leaves to the planner, and it leaves to the accumulator what W may not
+add to here. Other cuts, such as convolutions, it only finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from sternway._torch import require
+from sternway._torch.native import ROLES, load_extension
+from sternway._torch.nodes import ACCUMULATE_GRAD, CHECKPOINT_HOLDER, TO_COPY, TRANSPOSE, T, allow_more_reads, packed_by_hooks
+from sternway._torch.operands import Addmm, Baddbmm, Bmm, Mm
+from sternway._torch.parallel import in_process_group
+from sternway._torch.tensors import ORDINARY, version_of
+from sternway.saved import Policy
+from sternway.split._accumulate import Accumulator
+from sternway.split._later import Product
+from sternway.split._part import Cut, Edge, Node, Part, changed_between, packing_of
+from sternway.split._plan import SplitPlan
+from sternway.split._rules import RULES, Operands
+from sternway.split._unsupported import UNSUPPORTED
+from sternway.split.eager._known import OWN_RULES
+from sternway.split.eager._work import DirectWork
+
+_READ_THERE = {Mm.name: "mm", Bmm.name: "bmm", Addmm.name: "addmm", Baddbmm.name: "baddbmm"}
+_ON_THE_WAY = {ACCUMULATE_GRAD: "leaf", T: "t", TRANSPOSE: "transpose", TO_COPY: "cast"}
+
+
+class _Extension:
+    """The extension, once it is switched on, and what it was told about kinds of nodes."""
+
+    def __init__(self) -> None:
+        self.module: Any = None
+        self._kinds: Any = None
+        self._rules: dict[str, Operands] = {}
+
+    def cuts(self) -> Any:
+        if self._rules != RULES:  # a rule was added since
+            self._kinds, self._rules = self.module.Kinds(_look, ORDINARY), dict(RULES)
+        return self.module.Cuts(self._kinds)
+
+
+_EXTENSION = _Extension()
+
+
+def accelerate() -> None:
+    """Let an extension in C++ do what the split otherwise does in Python, from now on in this process.
+
+    Splitting costs Python some microseconds for each node of a graph. Where operations are small, that is up to a fifth
+    of a backward; the extension takes most of it away. The first call for a release of torch builds it, which takes a
+    C++ compiler and half a minute; later ones find it in torch's folder for extensions. Gradients, hooks and errors
+    stay as they are.
+
+    Example:
+        >>> from sternway import split
+        >>> split.accelerate()                                                          # doctest: +SKIP
+
+    Raises:
+        UnsupportedTorch: it cannot be built; the message says why.
+    """
+    if _EXTENSION.module is None:
+        require("split.native")
+        _EXTENSION.module = load_extension()
+
+
+def _look(node: Node) -> tuple[int, list[int], list[int], list[int]]:
+    """What a kind of node is to the extension, and which of its operands have rules."""
+    kind, name = type(node), type(node).__name__
+    operands = RULES.get(name)
+    if issubclass(kind, BackwardCFunction) or name in UNSUPPORTED:
+        role = "unusual"
+    elif operands is None:
+        role = _ON_THE_WAY.get(kind, "plain")
+    else:
+        role = _READ_THERE.get(name, "cut") if operands is OWN_RULES.get(name) else "cut"
+    found = operands or Operands()
+    positions = [[each.position for each in some] for some in (found.weights, found.lefts, found.biases)]
+    return ROLES.index(role), *positions
+
+
+@final
+class NativeCuts:
+    """The cuts of one graph that the extension has found, and reads."""
+
+    def __init__(self, cuts: Any, holders: Sequence[Sequence[Any]], quiet: bool) -> None:
+        self._cuts, self._holders = cuts, holders
+        self.asked: list[Node] = cuts.nodes() if quiet else []  # the engine is asked for the gradients there
+        self._hooks = not quiet
+
+    @contextmanager
+    def catching(self) -> Iterator[None]:
+        """Keep what arrives at the cuts as they run in the block, unless the engine is asked for it."""
+        if not self._hooks:
+            yield
+            return
+        self._cuts.hook(self._before_reading)
+        try:
+            yield
+        finally:
+            self._cuts.release()
+
+    def _before_reading(self, at: int, times: int) -> None:
+        for holder in self._holders[at]:
+            allow_more_reads(holder, times)
+
+    def finish(self, grads: list[Tensor | None]) -> tuple[NativeWork, list[Node]]:
+        """What W has to do, and the leaves that no gradient arrived at, given what the engine was asked for."""
+        missed = self._cuts.finish(grads)
+        return NativeWork(self._cuts), missed
+
+
+def native_plan(tensors: Sequence[Tensor], inputs: Collection[Edge], exact: bool) -> SplitPlan | None:
+    """The plan of a graph for which the extension does; None for any other, or where it is not switched on."""
+    if _EXTENSION.module is None or exact or not inputs or torch.is_anomaly_enabled():
+        return None
+    if not all(type(tensor) in ORDINARY for tensor in tensors):
+        return None
+    require("split")
+    if in_process_group():
+        require("split.parallel")
+    found, places = _EXTENSION.cuts(), list(dict.fromkeys(inputs))
+    if not found.make(tensors, places):
+        return None
+    held = found.packed()
+    cuts = [_cut(node, parts) for node, parts in found.others]
+    kinds = {packing_of(packed) for packed in held} | {cut.packing for cut in cuts}
+    if not kinds <= {None, "checkpoint"}:
+        return None
+    reached = [place for place, there in zip(places, found.reached, strict=True) if there]
+    ready, quiet = found.leaves(False), "checkpoint" not in kinds
+    native = NativeCuts(found, held, quiet)
+    return SplitPlan(cuts, ready, reached, [], [], False, [], [], [], quiet, native)
+
+
+def _cut(node: Node, found: list[tuple[Node, int, Node, bool, int]]) -> Cut:
+    """A cut that Python reads."""
+    operands = RULES[type(node).__name__]
+    functions = {each.position: each.function for each in operands.weights + operands.lefts + operands.biases}
+    parts = [Part((child, at), leaf, transposed, place, functions[place]) for child, at, leaf, transposed, place in found]
+    holders = packed_by_hooks(node)
+    return Cut(node, parts, packing_of(holders), True, holders)
+
+
+@final
+class NativeWork:
+    """Parts that go straight into a parameter, held by the extension."""
+
+    def __init__(self, cuts: Any) -> None:
+        self._cuts = cuts
+        self._rest = DirectWork({}, (), ())  # what Python must do
+        self.late: list[Node] = cuts.leaves(True)
+        self.early: list[Node] = cuts.leaves(False)
+
+    def tensors(self) -> list[Tensor]:
+        return [*self._cuts.tensors(), *self._rest.tensors()]
+
+    def pack(self, policy: Policy) -> None:
+        self.check()
+        if parts := _parts(self._cuts.take()):
+            self._rest = DirectWork(parts, (), ())
+        self._rest.pack(policy)
+
+    def check(self) -> None:
+        if self._cuts.was_changed():
+            raise changed_between(self.tensors()[0])
+        self._rest.check()
+
+    def run(self, accumulator: Accumulator) -> None:
+        left = self._cuts.take() if accumulator.is_careful else self._cuts.run()
+        DirectWork(_parts(left), (), ()).run(accumulator)
+        self._rest.run(accumulator)
+
+
+def _parts(given: list[tuple[Node, list[Any]]]) -> dict[Node, list[Part]]:
+    """What the extension gives back, as parts."""
+    found: dict[Node, list[Part]] = {}
+    for leaf, parts in reversed(given):
+        found[leaf] = []
+        for child, at, transposed, of_right, scale, known, grad in parts:
+            part = Part((child, at), leaf, transposed)
+            part.grad, part.version = grad, version_of(grad)
+            if known is not None:
+                part.later = Product(left=known, scale=scale) if of_right else Product(right=known, scale=scale)
+            found[leaf].append(part)
+    return found
