@@ -64,6 +64,7 @@ SURFACE = {
         "Pending",
         "Preview",
         "Product",
+        "accelerate",
         "backward_input",
         "capture",
         "capture_step",

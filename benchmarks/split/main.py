@@ -1,7 +1,7 @@
 """The split beside the fused backward and torch's own split, in one run.
 
     python benchmarks/split/main.py [--device cpu|cuda] [--json] [--rounds N] [--only WORD] [--table backward|graphs]
-        [--trim]
+        [--trim] [--native]
 
 Each round times the ways one after the other on a fresh forward; a ratio is the median of the rounds' own
 ratios, so that a slow moment of the machine touches both sides of it. Gradients accumulate, as they do over the
@@ -11,7 +11,7 @@ graphs: ``graphs.py``.
 On the CPU, the clock is that of the thread, which others on the machine do not move. And glibc gives memory back to the
 system when much of it is free, and takes it again page by page: that costs most where much is held and then freed at
 once, as after W. So glibc is told to keep it, for all ways alike, as CUDA's allocator does; ``--trim`` leaves it as it
-is.
+is. With ``--native`` there is a column more: ours with ``split.accelerate()``.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,7 @@ class Row:
     torch_ratio: float  # (I + W) / fused
     ratio: float
     exact_ratio: float  # with exact=True
+    native_ratio: float | None  # with the extension in C++
     torch_held: float  # bytes held after I / bytes held after F
     held: float
     held_after_f_mib: float
@@ -102,7 +104,7 @@ class Counted:
         return block(x)
 
 
-def measure(case: Case, device: str, rounds: int) -> Row:
+def measure(case: Case, device: str, rounds: int, native: bool) -> Row:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = case.make().to(device, dtype)
@@ -112,7 +114,12 @@ def measure(case: Case, device: str, rounds: int) -> Row:
     if not error < limit:  # a fast answer must be the right one
         raise SystemExit(f"{case.name}: gradients differ, relative error {error:.1e}, limit {limit:.0e}")
     stage.ways["exact"] = lambda x, y: split.backward_input(y, stage.grad, x, exact=True, own_thread=True)[1].run
+    if native:
+        stage.ways["native"] = lambda x, y: accelerated(lambda: stage.ways["sternway"](x, y))
+        if not (error := accelerated(stage.worst_error)) < limit:
+            raise SystemExit(f"{case.name}: gradients of the extension differ, relative error {error:.1e}")
     times = stage.time(rounds)
+    stage.ways.pop("native", None)
     del stage.ways["exact"]
     after_f, torch_held = stage.held("torch")
     _, held = stage.held("sternway")
@@ -126,12 +133,22 @@ def measure(case: Case, device: str, rounds: int) -> Row:
         torch_ratio=times["torch"].ratio,
         ratio=times["sternway"].ratio,
         exact_ratio=times["exact"].ratio,
+        native_ratio=times["native"].ratio if native else None,
         torch_held=torch_held / after_f,
         held=held / after_f,
         held_after_f_mib=after_f / 2**20,
         recomputes=recomputes(stage, counted) if case.checkpointed else "",
         deferred_flops=deferred_flops(stage),
     )
+
+
+def accelerated(call: Callable[[], Any]) -> Any:
+    """What a call gives with the extension in C++, which is switched off again."""
+    split.accelerate()
+    try:
+        return call()
+    finally:
+        split.accelerate(False)
 
 
 def keep_freed_memory() -> bool:
@@ -163,17 +180,17 @@ def deferred_flops(stage: ThreeWays) -> float:
 
 
 HEADER = (
-    "| case | fused ms | torch I + W ms | **ours** I + W ms | torch (I+W)/fused | **ours** (I+W)/fused | ours, exact "
-    "| torch held after I / after F | **ours** held | recomputes fused/torch/ours | FLOPs deferred |\n"
-    + "| --- " * 11
-    + "|"
+    "| case | fused ms | torch I + W ms | **ours** I + W ms | torch (I+W)/fused | **ours** (I+W)/fused "
+    "| ours, accelerated | ours, exact | torch held after I / after F | **ours** held "
+    "| recomputes fused/torch/ours | FLOPs deferred |\n" + "| --- " * 12 + "|"
 )
 
 
 def line(row: Row) -> str:
     return (
         f"| {row.case} | {row.fused_ms:.2f} | {row.torch_i_ms:.2f} + {row.torch_w_ms:.2f} "
-        f"| {row.i_ms:.2f} + {row.w_ms:.2f} | {row.torch_ratio:.2f} | **{row.ratio:.2f}** | {row.exact_ratio:.2f} "
+        f"| {row.i_ms:.2f} + {row.w_ms:.2f} | {row.torch_ratio:.2f} | **{row.ratio:.2f}** "
+        f"| {'–' if row.native_ratio is None else f'{row.native_ratio:.2f}'} | {row.exact_ratio:.2f} "
         f"| {row.torch_held:.2f} | **{row.held:.2f}** | {row.recomputes or '–'} | {row.deferred_flops:.0%} |"
     )
 
@@ -185,6 +202,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--table", choices=["backward", "graphs"], help="one of the two tables")
+    parser.add_argument("--native", action="store_true", help="ours with split.accelerate(), too")
     parser.add_argument("--trim", action="store_true", help="let malloc give free memory back to the system")
     arguments = parser.parse_args()
     kept = arguments.device == "cpu" and not arguments.trim and keep_freed_memory()
@@ -198,7 +216,7 @@ def main() -> None:
     if arguments.table != "graphs":
         say(f"\n{HEADER}")
         for case in chosen:
-            rows.append(measure(case, arguments.device, arguments.rounds))
+            rows.append(measure(case, arguments.device, arguments.rounds, arguments.native))
             say(line(rows[-1]))
     if arguments.table != "backward" and arguments.device == "cuda":
         say(f"\n{GRAPHS_HEADER}")

@@ -207,7 +207,7 @@ class Cuts : public std::enable_shared_from_this<Cuts> {
   void hook(py::function before_reading);
   void release();
   py::list finish(const py::list& grads);
-  bool was_changed() const;
+  std::optional<Tensor> changed() const;
   std::vector<Tensor> tensors() const;
   py::list take();
   py::list run();
@@ -532,10 +532,14 @@ py::list Cuts::finish(const py::list& grads) {
   return missed;
 }
 
-bool Cuts::was_changed() const {
-  return std::any_of(leaves_.begin(), leaves_.end(), [](const Leaf& leaf) {
-    return std::any_of(leaf.parts.begin(), leaf.parts.end(), [](const Part& part) { return part.was_changed(); });
-  });
+// The gradient of a part that was changed in place since I.
+std::optional<Tensor> Cuts::changed() const {
+  for (const Leaf& leaf : leaves_) {
+    for (const Part& part : leaf.parts) {
+      if (part.was_changed()) return part.grad;
+    }
+  }
+  return std::nullopt;
 }
 
 std::vector<Tensor> Cuts::tensors() const {
@@ -625,7 +629,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("hook", wrap_pybind_function(&Cuts::hook))
       .def("release", wrap_pybind_function(&Cuts::release))
       .def("finish", wrap_pybind_function(&Cuts::finish))
-      .def("was_changed", wrap_pybind_function(&Cuts::was_changed))
+      .def("changed", wrap_pybind_function(&Cuts::changed))
       .def("tensors", wrap_pybind_function(&Cuts::tensors))
       .def("take", wrap_pybind_function(&Cuts::take))
       .def("run", wrap_pybind_function(&Cuts::run));

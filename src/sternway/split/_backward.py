@@ -122,7 +122,9 @@ def backward_input(
         at_leaves = list(zip(plan.ready, answers, strict=False))
         for cut, grad in zip(taken, answers, strict=False):
             cut.keep(grad)
-        by_native = native.finish([*map(itemgetter(1), at_leaves), *islice(answers, len(native.asked))]) if native else None
+        by_native = (
+            native.finish([*map(itemgetter(1), at_leaves), *islice(answers, len(native.asked))]) if native else None
+        )
         at_branches = list(zip(plan.branches, answers, strict=False))
         for cut in bottom:
             spend(cut.node)

@@ -18,7 +18,14 @@ from torch.autograd.function import BackwardCFunction
 
 from sternway._torch import require
 from sternway._torch.native import ROLES, load_extension
-from sternway._torch.nodes import ACCUMULATE_GRAD, CHECKPOINT_HOLDER, TO_COPY, TRANSPOSE, T, allow_more_reads, packed_by_hooks
+from sternway._torch.nodes import (
+    ACCUMULATE_GRAD,
+    TO_COPY,
+    TRANSPOSE,
+    T,
+    allow_more_reads,
+    packed_by_hooks,
+)
 from sternway._torch.operands import Addmm, Baddbmm, Bmm, Mm
 from sternway._torch.parallel import in_process_group
 from sternway._torch.tensors import ORDINARY, version_of
@@ -37,14 +44,16 @@ _ON_THE_WAY = {ACCUMULATE_GRAD: "leaf", T: "t", TRANSPOSE: "transpose", TO_COPY:
 
 
 class _Extension:
-    """The extension, once it is switched on, and what it was told about kinds of nodes."""
+    """The extension, whether it is switched on, and what it was told about kinds of nodes."""
 
     def __init__(self) -> None:
         self.module: Any = None
+        self.is_on = False
         self._kinds: Any = None
         self._rules: dict[str, Operands] = {}
 
     def cuts(self) -> Any:
+        """Cuts to be made of a graph."""
         if self._rules != RULES:  # a rule was added since
             self._kinds, self._rules = self.module.Kinds(_look, ORDINARY), dict(RULES)
         return self.module.Cuts(self._kinds)
@@ -53,24 +62,28 @@ class _Extension:
 _EXTENSION = _Extension()
 
 
-def accelerate() -> None:
+def accelerate(on: bool = True) -> None:
     """Let an extension in C++ do what the split otherwise does in Python, from now on in this process.
 
     Splitting costs Python some microseconds for each node of a graph. Where operations are small, that is up to a fifth
-    of a backward; the extension takes most of it away. The first call for a release of torch builds it, which takes a
-    C++ compiler and half a minute; later ones find it in torch's folder for extensions. Gradients, hooks and errors
-    stay as they are.
+    of a backward; the extension takes about half of it away. The first call for a release of torch builds it, which
+    takes a C++ compiler and half a minute; later ones find it in torch's folder for extensions. Gradients, hooks and
+    errors stay as they are.
 
     Example:
         >>> from sternway import split
         >>> split.accelerate()                                                          # doctest: +SKIP
 
+    Args:
+        on: False goes back to Python.
+
     Raises:
         UnsupportedTorch: it cannot be built; the message says why.
     """
-    if _EXTENSION.module is None:
+    if on and _EXTENSION.module is None:
         require("split.native")
         _EXTENSION.module = load_extension()
+    _EXTENSION.is_on = on
 
 
 def _look(node: Node) -> tuple[int, list[int], list[int], list[int]]:
@@ -84,8 +97,8 @@ def _look(node: Node) -> tuple[int, list[int], list[int], list[int]]:
     else:
         role = _READ_THERE.get(name, "cut") if operands is OWN_RULES.get(name) else "cut"
     found = operands or Operands()
-    positions = [[each.position for each in some] for some in (found.weights, found.lefts, found.biases)]
-    return ROLES.index(role), *positions
+    weights, lefts, biases = ([each.position for each in some] for some in (found.weights, found.lefts, found.biases))
+    return ROLES.index(role), weights, lefts, biases
 
 
 @final
@@ -121,7 +134,7 @@ class NativeCuts:
 
 def native_plan(tensors: Sequence[Tensor], inputs: Collection[Edge], exact: bool) -> SplitPlan | None:
     """The plan of a graph for which the extension does; None for any other, or where it is not switched on."""
-    if _EXTENSION.module is None or exact or not inputs or torch.is_anomaly_enabled():
+    if not _EXTENSION.is_on or exact or not inputs or torch.is_anomaly_enabled():
         return None
     if not all(type(tensor) in ORDINARY for tensor in tensors):
         return None
@@ -146,7 +159,9 @@ def _cut(node: Node, found: list[tuple[Node, int, Node, bool, int]]) -> Cut:
     """A cut that Python reads."""
     operands = RULES[type(node).__name__]
     functions = {each.position: each.function for each in operands.weights + operands.lefts + operands.biases}
-    parts = [Part((child, at), leaf, transposed, place, functions[place]) for child, at, leaf, transposed, place in found]
+    parts = [
+        Part((child, at), leaf, transposed, place, functions[place]) for child, at, leaf, transposed, place in found
+    ]
     holders = packed_by_hooks(node)
     return Cut(node, parts, packing_of(holders), True, holders)
 
@@ -171,8 +186,8 @@ class NativeWork:
         self._rest.pack(policy)
 
     def check(self) -> None:
-        if self._cuts.was_changed():
-            raise changed_between(self.tensors()[0])
+        if (grad := self._cuts.changed()) is not None:
+            raise changed_between(grad)
         self._rest.check()
 
     def run(self, accumulator: Accumulator) -> None:

@@ -1,0 +1,238 @@
+"""The extension in C++: it does what Python does, bit for bit, and leaves to Python what is unusual."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS, gpt
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sternway import saved, split
+from sternway._torch import native
+from sternway.errors import PendingError, SplitError, UnsupportedTorch
+from sternway.split import Pending
+from sternway.split.eager._native import NativeWork
+
+
+@pytest.fixture(autouse=True)
+def _on() -> Iterator[None]:
+    try:
+        split.accelerate()
+    except UnsupportedTorch as error:
+        pytest.skip(str(error))
+    yield
+    split.accelerate(False)
+
+
+def linears() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4, bias=False))
+
+
+def begin(model: nn.Module, call: Callable[..., Tensor] | None = None, **options: Any) -> tuple[Tensor, Pending]:
+    torch.manual_seed(1)
+    x = torch.randn(3, 4, requires_grad=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    y = (call or model)(x)
+    grad, pending = split.backward_input(y.square().sum(), None, x, **options)
+    return grad, pending
+
+
+def grads_of(model: nn.Module, **options: Any) -> list[Tensor]:
+    grad, pending = begin(model, **options)
+    pending.run()
+    return [grad, *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def is_used(pending: Pending) -> bool:
+    return any(isinstance(work, NativeWork) for work in pending._work)
+
+
+def assert_bitwise(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for mine, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, their, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("own_thread", [False, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_python_in_every_bit(name: str, checkpointed: bool, own_thread: bool) -> None:
+    make, shape = MODELS[name]
+    model = make()
+    found = []
+    for on in (True, False):
+        split.accelerate(on)
+        torch.manual_seed(1)
+        model.zero_grad()
+        x = torch.randn(shape, requires_grad=True)
+        state = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for _ in range(2):  # the second adds to the first
+            y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+            grad, pending = split.backward_input(y.square().sum(), None, x, own_thread=own_thread)
+            pending.run()
+        model.load_state_dict(state, strict=False)
+        found.append([grad, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert_bitwise(*found)
+
+
+def test_it_is_used_and_holds_as_much() -> None:
+    model = gpt(16, 2)
+    held = []
+    for on in (True, False):
+        split.accelerate(on)
+        x = torch.randn(2, 5, 16, requires_grad=True)
+        _, pending = split.backward_input(model(x).sum(), None, x)
+        assert is_used(pending) is on
+        held.append((pending.nbytes, set(pending.deferred), set(pending.ready)))
+        pending.run()
+    assert held[0] == held[1]
+
+
+def test_a_hook_in_the_graph_leaves_it_to_python() -> None:
+    seen: list[Any] = []
+
+    def call(x: Tensor) -> Tensor:
+        h = model[0](x)
+        h.register_hook(lambda grad: seen.append(grad.shape))
+        return model[1:](h)
+
+    model = linears()
+    _, pending = begin(model, call)
+    assert not is_used(pending)
+    pending.run()
+    assert len(seen) == 1
+
+
+def test_a_hook_that_was_removed_does_not() -> None:
+    model = linears()
+    x = torch.randn(3, 4, requires_grad=True)
+    h = model[0](x)
+    h.register_hook(lambda grad: None).remove()
+    model[0].weight.register_hook(lambda grad: None).remove()
+    _, pending = split.backward_input(model[1:](h).sum(), None, x)
+    assert is_used(pending)
+    pending.run()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("when", ["before F", "between I and W"])
+def test_hooks_of_parameters_run_once_in_w(register: str, when: str) -> None:
+    model, seen = linears(), []
+
+    def add() -> None:
+        for parameter in model.parameters():
+            getattr(parameter, register)(lambda value: seen.append(value.shape))
+
+    if when == "before F":
+        add()
+    _, pending = begin(model)
+    if when != "before F":
+        add()
+    assert seen == []
+    pending.run()
+    assert sorted(seen) == sorted(parameter.shape for parameter in model.parameters())
+
+
+def test_a_first_grad_a_frozen_parameter_and_a_packed_pending() -> None:
+    model = linears()
+    expected = grads_of(model)
+    _, pending = begin(model)
+    pending.pack(saved.compress("bf16"))
+    pending.run()
+    for got, want in zip(model.parameters(), expected[1:], strict=True):
+        torch.testing.assert_close(got.grad, want, rtol=0.1, atol=0.1)
+    _, pending = begin(model)
+    model[0].weight.grad = None
+    model[3].weight.requires_grad_(False)
+    pending.run()
+    torch.testing.assert_close(model[0].weight.grad, expected[1] - 1)
+    assert torch.equal(model[3].weight.grad, torch.ones_like(model[3].weight))
+
+
+def test_a_tied_weight() -> None:
+    layer = nn.Linear(4, 4)
+    ours = grads_of(nn.Sequential(layer, nn.Tanh(), layer))
+    split.accelerate(False)
+    assert_bitwise(ours, grads_of(nn.Sequential(layer, nn.Tanh(), layer)))
+
+
+def test_a_rule_of_the_users_takes_the_place_of_ours() -> None:
+    from sternway.split._rules import RULES
+
+    known, called = dict(RULES), []
+    begin(linears())[1].run()
+    try:
+
+        @split.rule("AddmmBackward0", 2)
+        def _own(node: Any) -> split.Product:
+            called.append(node)
+            return split.Product(left=node._saved_mat1)
+
+        begin(linears())[1].run()
+    finally:
+        RULES.clear()
+        RULES.update(known)
+    assert len(called) == 1
+
+
+def test_a_change_between_i_and_w_is_an_error() -> None:
+    layer = nn.Linear(4, 4)
+    x = torch.randn(3, 4, requires_grad=True)
+    h = x * 1
+    _, pending = split.backward_input(layer(h).sum(), None, x)
+    assert is_used(pending)
+    with torch.no_grad():
+        h.add_(1)
+    with pytest.raises(PendingError, match="must not be changed in place between I and W"):
+        pending.run()
+
+
+def test_a_graph_is_split_once_and_freed() -> None:
+    model = linears()
+    x = torch.randn(3, 4, requires_grad=True)
+    h = model[0](x)
+    gone = weakref.ref(h)
+    loss = model[1:](h).sum()
+    del h
+    assert gone() is not None  # a node saved it
+    _, pending = split.backward_input(loss, None, x)
+    assert is_used(pending)
+    with pytest.raises(SplitError, match="a second time"):
+        split.backward_input(loss, None, x)
+    assert gone() is None
+    pending.run()
+
+
+def test_an_error_in_i_leaves_no_hook_behind() -> None:
+    layer, fails = nn.Linear(4, 4), []
+
+    def call(x: Tensor) -> Tensor:
+        if fails:
+            raise ValueError("on purpose")
+        return layer(x).exp()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    y = checkpoint(call, x, use_reentrant=False)
+    fails.append(True)
+    with pytest.raises(ValueError, match="on purpose"):
+        split.backward_input(y, torch.ones(3, 4), x)
+    fails.clear()
+    grad, pending = split.backward_input(y, torch.ones(3, 4), x)
+    assert is_used(pending)
+    pending.run()
+    expected = torch.autograd.grad(call(x), [x, layer.weight, layer.bias], torch.ones(3, 4))
+    assert_bitwise([grad, layer.weight.grad, layer.bias.grad], list(expected))
+
+
+def test_no_compiler_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/no/such/compiler")
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    with pytest.raises(UnsupportedTorch, match=r"must be able to build an extension.*Fix: install a C\+\+ compiler"):
+        native.load_extension()
+    assert not list(tmp_path.rglob("*.so"))
