@@ -11,6 +11,7 @@ No other room touches a private name of torch; ``tests/test_seam.py`` holds that
     functions     custom autograd.Functions, and how the engine calls their backward
     operands      node kinds that compute a weight's gradient, and what they save
     products      node kinds of other products, and of lookups
+    native        the optional extension in C++, which reads nodes as torch's own classes
     saved_hooks   the stack of saved-tensor hooks, checkpoints' frames
     compile       AOTAutograd
     inductor      Inductor

@@ -145,6 +145,8 @@ def native_plan(tensors: Sequence[Tensor], inputs: Collection[Edge], exact: bool
     if not found.make(tensors, places):
         return None
     held = found.packed()
+    if not held:  # nothing to read there: a convnet
+        return None
     cuts = [_cut(node, parts) for node, parts in found.others]
     kinds = {packing_of(packed) for packed in held} | {cut.packing for cut in cuts}
     if not kinds <= {None, "checkpoint"}:
