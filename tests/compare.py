@@ -48,6 +48,7 @@ def assert_split_equals_backward(
 
     Two rounds, so that both the first gradient and the adding to it are looked at.
     """
+    model.zero_grad()  # it may be a parameter of a test that runs twice
     reference, *their_inputs = twin(model, *inputs)
     for _ in range(rounds):
         state = torch.get_rng_state()

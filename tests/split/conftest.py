@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from sternway import split
 from sternway.errors import UnsupportedTorch
@@ -48,5 +49,6 @@ def _way(request: pytest.FixtureRequest) -> Iterator[None]:
             split.accelerate()
         except UnsupportedTorch as error:
             pytest.skip(str(error))
+        torch.compiler.reset()  # Dynamo would take what it compiled for the first way
     yield
     split.accelerate(False)
