@@ -309,8 +309,9 @@ def _agreed_rooms(
         if request.sample is None:
             raise PipelineError("memory needs a sample, on the first rank", got="none", fix="pass sample=")
         sample, target, loss_fn, shards = request.sample, request.sample_target, request.loss_fn, request.shards
+        gpus = transport.device.type != "cpu"
         asked = request.schedule.shares if isinstance(request.schedule, Schedule) else {}
-        return rooms(model, layout, ways, limit, sample, target, loss_fn, shards, rate, asked, costs_of)
+        return rooms(model, layout, ways, limit, sample, target, loss_fn, shards, rate, asked, costs_of, gpus)
 
     if not transport.mine:
         return count()
