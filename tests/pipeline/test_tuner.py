@@ -521,8 +521,8 @@ def test_copies_take_the_plan_of_the_first() -> None:
     on_ranks(4, copies)
 
 
-def leave(rank: int, directory: str, fails: bool) -> None:
-    """Close a pipeline while its first rank searches."""
+def leave(rank: int, directory: str, how: str) -> None:
+    """Close a pipeline while its first rank searches, after a step that failed or once tuning has stopped."""
     x = torch.randn(8, 8)
 
     def forever(search: Search) -> Future[list[Schedule]]:
@@ -535,18 +535,32 @@ def leave(rank: int, directory: str, fails: bool) -> None:
         pipe.step(x, target=x)
     if rank == 0:
         wait_until(lambda: list(Path(directory).iterdir()))
-    if fails:
+    if how == "fail":
         with pytest.raises(PipelineError if rank == 0 else LostRankError):
             pipe.step(x, target=x) if rank == 1 else pipe.step(x, x, target=x)
+    elif how == "stop":
+        pipe.stop_tuning()
+    else:
+        pipe.close()
+    if rank == 0 and how != "fail":
+        ended(directory)
+    if how == "stop":
+        for _ in range(3):
+            pipe.step(x, target=x)
     pipe.close()
     if rank == 0:
-        (process,) = (each.name for each in Path(directory).iterdir())
-        wait_until(lambda: not Path("/proc", process).exists())
+        ended(directory)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_pipeline_that_is_closed_ends_its_search(fails: bool, tmp_path: Path) -> None:
-    on_ranks(2, leave, str(tmp_path), fails)
+def ended(directory: str) -> None:
+    """Wait for the end of the process that a file in this folder names."""
+    (process,) = (each.name for each in Path(directory).iterdir())
+    wait_until(lambda: not Path("/proc", process).exists())
+
+
+@pytest.mark.parametrize("how", ["close", "stop", "fail"])
+def test_a_pipeline_that_is_left_ends_its_search(how: str, tmp_path: Path) -> None:
+    on_ranks(2, leave, str(tmp_path), how)
 
 
 def backwards(rank: int) -> None:
