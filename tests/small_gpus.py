@@ -62,10 +62,8 @@ def become_small_gpu(
 def mps() -> dict[str, str]:
     """Start CUDA's MPS daemon, for as long as this process runs; the variables by which others find it.
 
-    ``SMALL_GPUS_MPS`` names the folder of a daemon that runs already, so that several test runs may share the GPU.
+    One test run at a time: ranks of several that share a daemon have waited for each other without end.
     """
-    if running := os.environ.get("SMALL_GPUS_MPS"):
-        return {f"CUDA_MPS_{name}_DIRECTORY": os.path.join(running, name.lower()) for name in ("PIPE", "LOG")}
     control = shutil.which("nvidia-cuda-mps-control")
     if control is None:
         return {}

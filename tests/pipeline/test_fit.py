@@ -155,6 +155,22 @@ def test_kinds_of_memory_add_up() -> None:
     assert "It fits: 1f1b needs" in str(found)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_messages_between_gpus_take_less_than_between_cpus(name: str) -> None:
+    def ways(made: nn.Module, **options: Any) -> tuple[pipeline.Way, ...]:
+        return pipeline.fit(made, sample(), ranks=2, n_microbatches=4, schedule=name, **options).ways
+
+    of_cpus, of_gpus = ways(model(), device="cpu"), ways(model(), device="cuda")
+    assert ways(model()) == of_cpus  # where its weights are
+    assert ways(model().to("meta")) == of_gpus  # it has none
+    for cpu, gpu in zip(of_cpus, of_gpus, strict=True):
+        assert cpu.schedule == gpu.schedule
+        assert all(theirs.total <= ours.total for ours, theirs in zip(cpu.ranks, gpu.ranks, strict=True))
+    assert sum(rank.total for way in of_gpus for rank in way.ranks) < sum(
+        rank.total for way in of_cpus for rank in way.ranks
+    )
+
+
 def test_as_few_blocks_are_recomputed_as_make_it_fit() -> None:
     def count(**options: Any) -> pipeline.Fit:
         return pipeline.fit(model, sample(), ranks=2, n_microbatches=4, schedule="1f1b", **options)
@@ -232,6 +248,8 @@ def test_errors() -> None:
         pipeline.fit(model, sample(), ranks=2, n_microbatches=4, memory="lots")
     with pytest.raises(PipelineError, match="shards must be a number from 1 on; got int 0"):
         pipeline.fit(model, sample(), ranks=2, n_microbatches=4, shards=0)
+    with pytest.raises(PipelineError, match="device must be known"):
+        pipeline.fit(model, sample(), ranks=2, n_microbatches=4, device="tpu")
     with pytest.raises(ScheduleError, match="nope"):
         pipeline.fit(model, sample(), ranks=2, n_microbatches=4, schedule="nope")
     with pytest.raises(PipelineError, match=r"the sample .* must go through the model"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
+from sternway.errors import ScheduleError
 from sternway.pipeline import LocalTransport
 from sternway.pipeline.build._options import PlanOption, _agreed_options
 from sternway.pipeline.build._request import BuildRequest
@@ -15,10 +16,10 @@ FROZEN = Costs(F=(0.5,) * 8, I=(1.0,) * 8, W=(0.0,) * 8, B=(1.0,) * 8, comm=0.05
 """Stages whose weights are not trained."""
 
 
-def options(costs: Costs, limit: float | None) -> list[PlanOption]:
-    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
-    request = BuildRequest(model, "auto", ranks=4, n_microbatches=8, memory_limit=limit)
-    return _agreed_options(request, [list(range(8))], [costs], [None], LocalTransport())
+def options(costs: Costs, limit: float | None, ranks: int = 4) -> list[PlanOption]:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(2 * ranks)))
+    request = BuildRequest(model, "auto", ranks=ranks, n_microbatches=8, memory_limit=limit)
+    return _agreed_options(request, [list(range(2 * ranks))], [costs], [None], LocalTransport())
 
 
 def test_within_a_limit_stages_may_be_looped() -> None:
@@ -35,10 +36,25 @@ def test_within_ample_memory_they_are_in_a_v() -> None:
     assert [option.schedule.placement for option in options(FROZEN, None)] == [V]
 
 
-def test_a_placement_that_does_not_fit_is_left_out() -> None:
-    first = Costs(F=1.0, I=1.0, W=1.0, memory_after_F=(1.0, *(0.1,) * 3, 1.0, *(0.1,) * 3), memory_after_I=0.1)
-    found = options(first, 1.5)
-    assert [option.schedule.placement for option in found] == [V], "rank 0 would hold both large stages"
+def large(*stages: int) -> Costs:
+    """Stages of which some keep ten times as much as the others."""
+    sizes = tuple(1.0 if stage in stages else 0.1 for stage in range(8))
+    return Costs(F=1.0, I=1.0, W=1.0, memory_after_F=sizes, memory_after_I=0.1)
+
+
+@pytest.mark.parametrize(("stages", "left"), [((0, 4), V), ((0, 7), LOOPED)])
+def test_a_placement_that_does_not_fit_is_left_out(stages: tuple[int, int], left: tuple[tuple[int, ...], ...]) -> None:
+    found = options(large(*stages), 1.5)
+    assert [option.schedule.placement for option in found] == [left], "rank 0 would hold both large stages"
+
+
+def test_if_none_fits_it_is_said_what_is_needed() -> None:
+    with pytest.raises(ScheduleError, match="memory_limit must be large enough for one microbatch"):
+        options(large(*range(8)), 1.5)
+
+
+def test_stages_of_one_rank_are_searched_once() -> None:
+    assert len(options(Costs(), 4.0, ranks=1)) == 1
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-v"])

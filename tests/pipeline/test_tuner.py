@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import random
 import sys
 import time
@@ -22,9 +23,9 @@ from torch.nn import functional as F
 from gloo import on_ranks
 from searches import at_once, nothing_at_all, searches_at_once
 from sternway import schedule
-from sternway.errors import PipelineError
+from sternway.errors import LostRankError, PipelineError
 from sternway.pipeline import DistTransport, Pipeline, Profile, profile
-from sternway.pipeline.build import _measure
+from sternway.pipeline.build import _agree, _measure
 from sternway.pipeline.build._partition import lay_out
 from sternway.pipeline.build._rehearse import Rehearsal
 from sternway.pipeline.forward._part import ModelPart
@@ -278,6 +279,15 @@ def test_once_stopped_it_does_not_search_on() -> None:
     assert slow.begun[0][1].cancelled()
 
 
+def test_a_tuner_that_is_dropped_ends_its_search() -> None:
+    slow = Slow()
+    tuner = Tuner(four(), Costs(), LIMIT, finder=Finder(begin=slow))
+    run(tuner, Costs(), 10)
+    del tuner
+    gc.collect()
+    assert slow.begun[0][1].cancelled()
+
+
 def test_a_call_beside_the_training_returns_or_raises_what_it_does_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert beside(functools.partial(int, "42")).result() == 42
     assert beside(functools.partial(print, "what is printed there does no harm")).result() is None
@@ -493,7 +503,7 @@ def copies(rank: int) -> None:
         )
     half = slice(0, 4) if rank < 2 else slice(4, 8)
     ran = []
-    for _ in range(20):
+    for _ in range(60):  # enough for a second search
         ran.append(pipe.schedule.actions)
         pipe.step(x[half], target=target[half])
         F.mse_loss(alone(x), target).backward()
@@ -509,6 +519,90 @@ def copies(rank: int) -> None:
 
 def test_copies_take_the_plan_of_the_first() -> None:
     on_ranks(4, copies)
+
+
+def leave(rank: int, directory: str, how: str) -> None:
+    """Close a pipeline while its first rank searches, after a step that failed or once tuning has stopped."""
+    x = torch.randn(8, 8)
+
+    def forever(search: Search) -> Future[list[Schedule]]:
+        return beside(functools.partial(nothing_at_all, directory))  # type: ignore[arg-type]  # it returns nothing
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_agree, "Finder", functools.partial(Finder, begin=forever))
+        pipe = Pipeline(nn.Sequential(block(), block()), schedule="auto", n_microbatches=4, loss_fn=F.mse_loss)
+    for _ in range(10):
+        pipe.step(x, target=x)
+    if rank == 0:
+        wait_until(lambda: list(Path(directory).iterdir()))
+    if how == "fail":
+        with pytest.raises(PipelineError if rank == 0 else LostRankError):
+            pipe.step(x, target=x) if rank == 1 else pipe.step(x, x, target=x)
+    elif how == "stop":
+        pipe.stop_tuning()
+    else:
+        pipe.close()
+    if rank == 0 and how != "fail":
+        ended(directory)
+    if how == "stop":
+        for _ in range(3):
+            pipe.step(x, target=x)
+    pipe.close()
+    if rank == 0:
+        ended(directory)
+
+
+def ended(directory: str) -> None:
+    """Wait for the end of the process that a file in this folder names."""
+    (process,) = (each.name for each in Path(directory).iterdir())
+    wait_until(lambda: not Path("/proc", process).exists())
+
+
+@pytest.mark.parametrize("how", ["close", "stop", "fail"])
+def test_a_pipeline_that_is_left_ends_its_search(how: str, tmp_path: Path) -> None:
+    on_ranks(2, leave, str(tmp_path), how)
+
+
+def backwards(rank: int) -> None:
+    """The last process is the first rank of the pipeline."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    alone = copy.deepcopy(model)
+    x, target = torch.randn(8, 8), torch.randn(8, 8)
+    F.mse_loss(alone(x), target).backward()
+    reference = dict(alone.named_parameters())
+    transport = DistTransport([2, 1, 0])
+    with searches_at_once() as searches:
+        pipe = Pipeline(
+            model, schedule="auto", n_microbatches=4, loss_fn=F.mse_loss, sample=x[:2], sample_target=target[:2],
+            transport=transport,
+        )  # fmt: skip
+    ran = []
+    for _ in range(20):
+        ran.append(pipe.schedule.actions)
+        times = pipe.step(x, target=target).timeline
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, reference[name].grad)
+            parameter.grad = None
+        assert times is not None
+    assert bool(searches) == (rank == 2), "the first rank of the pipeline searches"
+    assert len(set(ran)) > 1, "several orders were run"
+    crew = transport.crew()
+    assert all(order == ran for order in crew.share(ran))
+    here = 2 - rank
+    assert (crew.rank, crew.leads, transport.rank) == (here, rank == 2, here)
+    assert transport.gather([[float(here)]]) == [[0.0], [1.0], [2.0]]
+    assert transport.gather_later(lambda: [[float(here)]])() == [[0.0], [1.0], [2.0]]
+    assert transport.hear_later(b"%d" % here)() == b"0"
+    assert crew.share(here) == [0, 1, 2]
+    assert crew.gather(here) == ([0, 1, 2] if here == 0 else [])
+    assert crew.scatter([10, 11, 12] if here == 0 else []) == 10 + here
+    assert crew.from_first(lambda: here) == 0
+    pipe.close()
+
+
+def test_ranks_may_be_in_another_order_than_processes() -> None:
+    on_ranks(3, backwards)
 
 
 def rehearse_two_cuts(rank: int) -> None:

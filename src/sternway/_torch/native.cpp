@@ -4,7 +4,6 @@
 // file. Python is asked once what each kind of node is. Hooks are read off the nodes themselves, so that none is missed.
 // What W finds changed meanwhile, such as a hook on a parameter, it gives back to Python, too.
 
-#include <ATen/ops/_foreach_add.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
@@ -17,7 +16,6 @@
 
 #include <typeindex>
 #include <unordered_map>
-#include <unordered_set>
 
 namespace {
 
@@ -588,26 +586,17 @@ py::list Cuts::run() {
   }
   todo.clear();
   py::gil_scoped_release no_gil;
-  std::vector<Tensor> totals, values; // on a GPU: added in few kernels, none of which may write to one memory twice
-  std::unordered_set<const void*> memories;
   for (Leaf& leaf : direct) {
     Tensor total = static_cast<AccumulateGrad&>(*leaf.node).variable.mutable_grad();
     for (Part& part : leaf.parts) {
       if (part.is_product) {
         part.add_product(total);
       } else {
-        const Tensor value = part.grad.sizes() == total.sizes() ? part.grad : part.grad.sum(0);
-        if (value.is_cpu() || !memories.insert(total.data_ptr()).second) {
-          total.add_(value);
-        } else {
-          totals.push_back(total);
-          values.push_back(value);
-        }
+        total.add_(part.grad.sizes() == total.sizes() ? part.grad : part.grad.sum(0));
       }
       part = Part(); // free as soon as possible
     }
   }
-  if (!totals.empty()) at::_foreach_add_(totals, values);
   return left;
 }
 

@@ -34,6 +34,7 @@ def fit(
     memory: Annotated[str, typer.Option(help="What each rank has, such as 80GB.")] = "",
     schedule: Annotated[str, typer.Option(help="A schedule by name; all are tried by default.")] = "",
     optimizer: Annotated[str, typer.Option(help="adamw, adam, momentum, sgd or none.")] = "adamw",
+    device: Annotated[str, typer.Option(help="Where the ranks will be: cuda or cpu.")] = "cuda",
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Say how much memory each rank will need, by kind, for each schedule; needs no GPU and makes no weights.
@@ -69,6 +70,7 @@ def fit(
                 shards=shards,
                 gathered=gathered,
                 what_if=True,
+                device=device,
             )
     except SternwayError as error:
         if begun:

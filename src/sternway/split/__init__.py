@@ -9,6 +9,7 @@ Example:
     >>> pending.run()                                                    # W: the weights', into .grad
 """
 
+from sternway.split._accelerate import accelerate
 from sternway.split._backward import backward_input
 from sternway.split._install import install, uninstall
 from sternway.split._later import Later, Product
@@ -22,7 +23,6 @@ from sternway.split.captured._step import CapturedStep, capture_step
 from sternway.split.compiled._inspect import inspect
 from sternway.split.compiled._report import CompiledGraph, CompiledGraphs, CompiledNode
 from sternway.split.eager import _known  # noqa: F401 - fills the table of rules
-from sternway.split.eager._native import accelerate
 from sternway.split.learned._learn import learn, unlearn
 from sternway.split.learned._table import FunctionKind, FunctionKinds, kinds
 from sternway.split.learned._try import PartTimes

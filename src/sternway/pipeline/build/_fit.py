@@ -114,11 +114,12 @@ def fit(
     shards: int = 1,
     gathered: int | None = None,
     what_if: bool = False,
+    device: str | None = None,
 ) -> Fit:
     """Say how much memory each rank of a pipeline will need, without any of it.
 
-    Not counted: what CUDA and NCCL take for themselves, gaps between blocks of memory, and what the optimizer's step
-    takes for a moment.
+    Not counted: what CUDA and NCCL take for themselves, gaps between blocks of memory, and what a kernel or the
+    optimizer's step takes for a moment.
 
     Args:
         model: the model, which may be on the meta device; or a function that returns it, or it and a sample. The
@@ -137,6 +138,8 @@ def fit(
             as gathered and reduced in the dtype of the parameters.
         gathered: how many stages a rank keeps gathered at once, as for ``Pipeline``.
         what_if: whether to count also with twice as many ranks, and with half as many rows in a microbatch.
+        device: where the ranks will be, "cuda" or "cpu", whose messages are held for longer; by default on CPUs if the
+            model is there, and on GPUs if it has no weights.
 
     Raises:
         PipelineError: if the sample does not go through the model, or the model cannot be cut into so many stages.
@@ -151,6 +154,7 @@ def fit(
         PipelineError.unless(
             type(count) is int and count >= 1, f"{name} must be a number from 1 on", count, "pass 1 or more"
         )
+    PipelineError.unless(device in (None, "cpu", "cuda"), "device must be known", device, 'pass "cuda" or "cpu"')
     names = schedules.names() if schedule is None else (schedule,)
     check_copies(names[0])
     plans = list(_plans(names, ranks, n_microbatches))
@@ -162,12 +166,14 @@ def fit(
         )
     if not isinstance(model, nn.Module):
         model, sample = _called(model, sample)
+    gpus = device != "cpu" if device else any(each.device.type != "cpu" for each in model.parameters())
     with without_memory():
         made = shadow(model)
         arguments, keywords = arguments_of(replace_leaves(blank, sample))
         microbatch = Microbatch(arguments, keywords, target=0 if target is None else replace_leaves(blank, target))
         with sample_runs():
-            problem = WaysToTrain(made, microbatch, loss_fn, OPTIMIZERS[optimizer], Shards(shards, gathered), limit)
+            kept, sharding = OPTIMIZERS[optimizer], Shards(shards, gathered)
+            problem = WaysToTrain(made, microbatch, loss_fn, kept, sharding, limit, gpus)
             ways = list(problem.ways(plans))
             found = Fit(tuple(sorted(ways, key=lambda way: way.time)), limit, 0)
             changes = problem.changes(found.shown, n_microbatches) if what_if and ways else {}

@@ -11,20 +11,67 @@ from sternway.pipeline.transport._routes import MessageKey, Routes
 from sternway.schedule import Action, Schedule, Upkeep
 
 
-def message_bytes(plan: Schedule, rank: int, weights: Sequence[StageWeight]) -> Iterator[tuple[int, int, int]]:
+def message_bytes(
+    plan: Schedule, rank: int, weights: Sequence[StageWeight], gpus: bool = False
+) -> Iterator[tuple[int, int, int]]:
     """For each step of a rank in training, the bytes beside what its actions take and leave.
 
     They are those of activations that were sent, of other messages, and of memory that is kept for more.
-
-    Messages are asked for ahead. One that was sent is kept until it is known to have arrived; of an activation, that
-    counts which its stage does not keep anyway. What a stage passes to another one of its rank is no copy, which the
-    F of that would be. Memory that was received into is used again for later messages, once the stage no longer needs
-    it: after its backward, or after W, if that needs it. It stays until the end of the step.
 
     Args:
         plan: the schedule.
         rank: the rank.
         weights: what the stages take; of each, the bytes of what it receives in F, and sends back in I.
+        gpus: whether messages travel between GPUs.
+    """
+    return (_between_gpus if gpus else _between_cpus)(plan, rank, weights)
+
+
+def _between_gpus(plan: Schedule, rank: int, weights: Sequence[StageWeight]) -> Iterator[tuple[int, int, int]]:
+    """Over NCCL. Memory for a message is taken when it is made, and given back when it has arrived.
+
+    So a message is there twice: on the receiving rank in the step that it is for, and on the sending one in the step
+    after that which made it, while it travels. What comes earlier than it is needed is not counted, since that depends
+    on how fast the ranks are.
+    """
+    routes, rank_of = Routes(plan.num_stages, {}), plan.stage_ranks()
+    passed: dict[MessageKey, int] = {}  # from one stage of the rank to another, by their bytes
+    shared: dict[MessageKey, int] = {}  # of these, what both stages keep
+    sent = 0  # bytes that travel while the step runs
+
+    def size(key: MessageKey) -> int:
+        return weights[max(key.source, key.target)].message
+
+    for step in plan.actions[rank]:
+        arriving = 0
+        for key in (key for action in step.actions for key in routes.received(action)):
+            if rank_of[key.source] != rank:
+                arriving += size(key)
+            elif key.is_gradient:
+                passed.pop(key)
+            else:
+                shared[key] = max(0, size(key) - passed.pop(key))
+        if isinstance(step, Upkeep) and step.op == "OFFLOAD":
+            _move(step, weights[step.stage], passed, shared)
+        yield sent + sum(passed.values()), arriving - sum(shared.values()), 0
+        sent = 0
+        for key in (key for action in step.actions for key in routes.sent(action)):
+            taken = size(key) if key.is_gradient else weights[key.source].sent
+            if rank_of[key.target] == rank:
+                passed[key] = taken
+            else:
+                sent += taken
+            if key.is_gradient:
+                shared.pop(key.back, None)
+
+
+def _between_cpus(plan: Schedule, rank: int, weights: Sequence[StageWeight]) -> Iterator[tuple[int, int, int]]:
+    """Over gloo.
+
+    Messages are asked for ahead. One that was sent is kept until it is known to have arrived; of an activation, that
+    counts which its stage does not keep anyway. What a stage passes to another one of its rank is no copy, which the
+    F of that would be. Memory that was received into is used again for later messages, once the stage no longer needs
+    it: after its backward, or after W, if that needs it. It stays until the end of the step.
     """
     routes, rank_of = Routes(plan.num_stages, {}), plan.stage_ranks()
     edges = expected(plan, routes, True, rank).values()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -219,15 +217,17 @@ def _agreed_options(
     """For each way to cut, its schedule. For "auto" the first rank alone searches, which can take seconds."""
 
     def find() -> list[PlanOption]:
-        options = []
+        options, refused = list[PlanOption](), list[ScheduleError]()
         for starts, costs, room in zip(ways, costs_of, found, strict=True):
             per_rank = max(1, len(starts) // request.ranks)
             counted = _gathered_rooms(room, per_rank) if request.schedule == "auto" else [room]
-            made = partial(_best_option, request, starts, costs, counted, per_rank)
-            options.append(made(looped=False))
-            if _may_loop(request, per_rank):
-                with suppress(ScheduleError):  # it needs more memory than there is
-                    options.append(made(looped=True))
+            for looped in (False, True) if _may_loop(request, per_rank) else (False,):
+                try:
+                    options.append(_best_option(request, starts, costs, counted, per_rank, looped))
+                except ScheduleError as error:  # it needs more memory than there is
+                    refused.append(error)
+        if not options:
+            raise refused[0]
         return options
 
     if request.schedule != "auto" or not transport.mine:
@@ -238,7 +238,7 @@ def _agreed_options(
 def _may_loop(request: BuildRequest, per_rank: int) -> bool:
     """Whether to look at two looped stages of each rank, too: within ample memory a V is as fast, or faster."""
     limited = request.memory is not None or request.memory_limit is not None
-    return request.schedule == "auto" and per_rank == 2 and limited
+    return request.schedule == "auto" and request.ranks > 1 and per_rank == 2 and limited
 
 
 def _best_option(
@@ -247,7 +247,6 @@ def _best_option(
     costs: Costs,
     counted: Sequence[Room | None],
     per_rank: int,
-    *,
     looped: bool,
 ) -> PlanOption:
     return min((_option(request, starts, costs, room, per_rank, looped) for room in counted), key=_merit)
@@ -309,8 +308,9 @@ def _agreed_rooms(
         if request.sample is None:
             raise PipelineError("memory needs a sample, on the first rank", got="none", fix="pass sample=")
         sample, target, loss_fn, shards = request.sample, request.sample_target, request.loss_fn, request.shards
+        gpus = transport.device.type != "cpu"
         asked = request.schedule.shares if isinstance(request.schedule, Schedule) else {}
-        return rooms(model, layout, ways, limit, sample, target, loss_fn, shards, rate, asked, costs_of)
+        return rooms(model, layout, ways, limit, sample, target, loss_fn, shards, rate, asked, costs_of, gpus)
 
     if not transport.mine:
         return count()

@@ -65,14 +65,19 @@ class RankBytes:
 
 
 def rank_bytes(
-    plan: Schedule, weights: Sequence[StageWeight], optimizer: float, shards: Shards | None = None
+    plan: Schedule, weights: Sequence[StageWeight], optimizer: float, shards: Shards | None = None, gpus: bool = False
 ) -> tuple[RankBytes, ...]:
     """What each rank of a plan holds, if an optimizer keeps so many times the bytes that it trains."""
-    return tuple(bytes_of_rank(plan, rank, weights, optimizer, shards) for rank in range(plan.ranks))
+    return tuple(bytes_of_rank(plan, rank, weights, optimizer, shards, gpus) for rank in range(plan.ranks))
 
 
 def bytes_of_rank(
-    plan: Schedule, rank: int, weights: Sequence[StageWeight], optimizer: float, shards: Shards | None = None
+    plan: Schedule,
+    rank: int,
+    weights: Sequence[StageWeight],
+    optimizer: float,
+    shards: Shards | None = None,
+    gpus: bool = False,
 ) -> RankBytes:
     """What one rank of a plan holds; of sharded stages with the plan's upkeep, if it has some."""
     shards = shards or Shards()
@@ -80,7 +85,7 @@ def bytes_of_rank(
         plan = sharded(plan, gathered=shards.gathered)
     mine = [weights[stage] for stage in plan.placement[rank]]
     held, whole, most = 0, _Gathered(shards, weights), (0, 0, 0)
-    messages = list(message_bytes(plan, rank, weights))
+    messages = list(message_bytes(plan, rank, weights, gpus))
     for step, around in zip(plan.actions[rank], map(sum, messages), strict=True):
         if isinstance(step, Upkeep):
             if step.microbatch is not None:

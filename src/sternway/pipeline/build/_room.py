@@ -41,6 +41,7 @@ class Room:
         shards: how parameters are sharded; None if they are not.
         rate: the bytes in a unit of time of a link over which microbatches may be offloaded; None if none may be.
         optimizer: how many times the bytes that it trains an optimizer keeps.
+        gpus: whether ranks are GPUs, whose messages take less.
     """
 
     limit: int
@@ -49,10 +50,11 @@ class Room:
     shards: Shards | None = None
     rate: float | None = None
     optimizer: float = OPTIMIZERS["adamw"]
+    gpus: bool = False
 
     def ranks(self, plan: Schedule) -> tuple[RankBytes, ...]:
         """What each rank holds under a plan when it holds most."""
-        return rank_bytes(plan, self.chosen(plan), self.optimizer, self.shards)
+        return rank_bytes(plan, self.chosen(plan), self.optimizer, self.shards, self.gpus)
 
     def chosen(self, plan: Schedule) -> list[StageWeight]:
         """What each stage takes under a plan."""
@@ -104,7 +106,8 @@ class Room:
 
     def rank_fits(self, plan: Schedule, rank: int) -> bool:
         """Whether one rank holds no more than it has."""
-        return bytes_of_rank(plan, rank, self.chosen(plan), self.optimizer, self.shards).total <= self.limit
+        held = bytes_of_rank(plan, rank, self.chosen(plan), self.optimizer, self.shards, self.gpus)
+        return held.total <= self.limit
 
     def upkept(self, plan: Schedule) -> Schedule:
         """A plan with the upkeep that is counted."""
@@ -255,6 +258,7 @@ def rooms(
     rate: float | None = None,
     asked: Mapping[int, Share] | None = None,
     costs_of: Sequence[Costs] | None = None,
+    gpus: bool = False,
 ) -> list[Room]:
     """For each way to cut the model, the room of its stages.
 
@@ -271,7 +275,7 @@ def rooms(
             weighed = partial(_weighed, made, layout, way, microbatch, loss, list[dict[str, Spec]]())
             plain = weighed()
             again = partial(weigh_again, made, layout, way, plain, weighed)
-            room = Room(limit, plain, again(), shards, rate)
+            room = Room(limit, plain, again(), shards, rate, gpus=gpus)
             levels = room.costs(Costs() if costs_of is None else costs_of[number], 1).levels(len(way))
             extra = {stage: (share,) for stage, share in (asked or {}).items()}
             wanted = [(*shares, *extra.get(stage, ())) for stage, shares in enumerate(levels)]

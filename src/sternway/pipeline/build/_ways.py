@@ -75,9 +75,10 @@ class WaysToTrain:
         kept: float,
         shards: Shards,
         limit: int | None,
+        gpus: bool,
     ) -> None:
         self._model, self._microbatch, self._loss_fn = model, microbatch, loss_fn
-        self._kept, self._shards, self._limit = kept, shards, limit
+        self._kept, self._shards, self._limit, self._gpus = kept, shards, limit, gpus
         sample = microbatch.keywords or microbatch.arguments
         self.layout: Layout = lay_out(model, sample, wanted=2)
         self._costs = [
@@ -119,7 +120,7 @@ class WaysToTrain:
         again = partial(weigh_again, self._model, self.layout, starts, plain, weighed)
         limit, rate = (0, None) if self._limit is None else (self._limit, math.inf)
         shards, rate = (self._shards, None) if self._shards.count > 1 else (None, rate)
-        room = Room(limit, plain, again(), shards, rate, self._kept)
+        room = Room(limit, plain, again(), shards, rate, self._kept, self._gpus)
         if self._limit is None or not any(not room.fits(each) and room.fits(_most(room, each)) for each in plans):
             return room
         levels = room.costs(_costs(plain), 1).levels(len(starts))

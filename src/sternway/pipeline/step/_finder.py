@@ -64,6 +64,9 @@ class Finder:
         if self._search is not None:
             self._search.cancel()
 
+    def __del__(self) -> None:
+        self.stop()  # a pipeline may be dropped without close()
+
 
 def _best(search: Future[list[Schedule]], fits: Callable[[Schedule], bool], count: int) -> list[Schedule]:
     try:

@@ -78,7 +78,7 @@ class Tuner:
         memory_limit: of every plan, in forwards of one microbatch through one rank's share.
         fits: whether a plan is allowed; all within the limit are by default.
         gathered: how many of its sharded stages a rank keeps gathered; all by default.
-        finder: does the searches; in this process by default.
+        finder: does the searches; for this process alone by default.
         agree: makes the times of this pipeline those that all its copies decide by; None if there are no copies.
 
     Attributes:

@@ -5,12 +5,13 @@ One process alone is a crew of one. The objects that are exchanged are Sternway'
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
 from sternway.errors import PipelineError, SternwayError
+from sternway.pipeline.transport._groups import in_order
 
 T = TypeVar("T")
 
@@ -53,6 +54,7 @@ class Crew:
         group: a process group, or None for one process alone.
         explain: turns a lost connection into an error that says which rank was lost.
         wraps_as: what an exception that is not Sternway's own becomes; see ``Outcome``.
+        members: the global ranks of the group, in the order in which they count; ascending by default.
     """
 
     def __init__(
@@ -60,14 +62,16 @@ class Crew:
         group: Any = None,
         explain: Callable[[Exception], PipelineError] | None = None,
         wraps_as: type[SternwayError] = PipelineError,
+        members: Sequence[int] | None = None,
     ) -> None:
         self._group, self._explain, self._wraps_as = group, explain, wraps_as
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self.size = dist.get_world_size(group) if group is not None else 1
+        self._members = [0] if group is None else list(members or dist.get_process_group_ranks(group))
+        self.rank = 0 if group is None else self._members.index(dist.get_rank())
+        self.size = len(self._members)
 
     def wrapping(self, wraps_as: type[SternwayError]) -> Crew:
         """The same processes, with another class for exceptions that are not Sternway's own."""
-        return Crew(self._group, self._explain, wraps_as)
+        return Crew(self._group, self._explain, wraps_as, self._members)
 
     @property
     def leads(self) -> bool:
@@ -84,24 +88,23 @@ class Crew:
             return [value]
         rows: list[Any] = [None] * self.size
         self._run(lambda: dist.all_gather_object(rows, value, group=self._group))
-        return rows
+        return in_order(rows, self._members)
 
     def gather(self, value: T) -> list[T]:
         """Every process's value, on the first; an empty list elsewhere."""
         if self._group is None:
             return [value]
         rows: list[Any] | None = [None] * self.size if self.leads else None
-        self._run(lambda: dist.gather_object(value, rows, group_dst=0, group=self._group))
-        return rows or []
+        self._run(lambda: dist.gather_object(value, rows, dst=self._members[0], group=self._group))
+        return in_order(rows, self._members) if rows else []
 
     def scatter(self, values: list[T]) -> T:
         """One entry of the first process's list for each process."""
         if self._group is None:
             return values[0]
         mine: list[Any] = [None]
-        self._run(
-            lambda: dist.scatter_object_list(mine, values if self.leads else None, group_src=0, group=self._group)
-        )
+        parts = [values[self._members.index(member)] for member in sorted(self._members)] if self.leads else None
+        self._run(lambda: dist.scatter_object_list(mine, parts, src=self._members[0], group=self._group))
         return mine[0]  # type: ignore[no-any-return]  # whatever the first put there
 
     def from_first(self, call: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from sternway.pipeline.transport._carrier import Carrier, GlooCarrier
 from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._crew import Crew
 from sternway.pipeline.transport._facts import StepFacts
-from sternway.pipeline.transport._groups import ProcessGroups, check_members
+from sternway.pipeline.transport._groups import ProcessGroups, check_members, in_order
 from sternway.pipeline.transport._herald import Herald
 from sternway.pipeline.transport._later import LateTalk, Rows
 from sternway.pipeline.transport._mesh import PipelineMesh
@@ -140,7 +140,7 @@ class DistTransport(Transport):
         mine = torch.tensor(numbers[0], dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.ranks)]
         self._groups.attempt(dist.all_gather, rows, mine, group=self._groups.control)
-        return [row.tolist() for row in rows]
+        return [row.tolist() for row in in_order(rows, self._groups.members)]
 
     def gather_later(self, numbers: Callable[[], Rows], members: Sequence[int] | None = None) -> Callable[[], Rows]:
         return self._talk_of(members).gather(lambda: numbers()[0])
@@ -151,7 +151,7 @@ class DistTransport(Transport):
     def _talk_of(self, members: Sequence[int] | None) -> LateTalk:
         among = tuple(members or self._groups.members)
         if among not in self._late_talk:
-            made = LateTalk(self._groups.new(among), len(among), self._groups.explain)
+            made = LateTalk(self._groups.new(among), among, self._groups.explain)
             self._late_talk[among] = made
             self._enders.append(made.abandon)
         return self._late_talk[among]
@@ -188,10 +188,11 @@ class DistTransport(Transport):
         return self.gather([[statistics.median(found)]])[0][0]
 
     def crew(self) -> Crew:
-        return Crew(self._groups.control, self.explain)
+        return Crew(self._groups.control, self.explain, members=self._groups.members)
 
     def crew_apart(self, members: Sequence[int] | None = None) -> Crew:
-        return Crew(self._groups.new(members or self._groups.members), self.explain)
+        among = members or self._groups.members
+        return Crew(self._groups.new(among), self.explain, members=among)
 
     def collective(self, members: Sequence[int]) -> Collective:
         return self._groups.of_members(members, self.device)

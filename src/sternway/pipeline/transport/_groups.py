@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from sternway.pipeline.faults._lost import LostRank
 from sternway.pipeline.faults._watch import Watch
 from sternway.pipeline.transport._collective import Collective
 from sternway.pipeline.transport._place import gpu_fault
+
+T = TypeVar("T")
 
 _POSTING_SECONDS = 1.0
 _LOOK_SECONDS = 0.05
@@ -217,6 +219,11 @@ class ProcessGroups:
         self._collectives.clear()
         while self._disposable:
             dist.destroy_process_group(self._disposable.pop())
+
+
+def in_order(rows: Sequence[T], members: Sequence[int]) -> list[T]:
+    """What the processes of a group gathered, in the order of ``members``: torch sorts the ranks of a group."""
+    return [rows[place] for place in map(sorted(members).index, members)]
 
 
 def check_members(ranks: Sequence[int] | None) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sternway._torch.memory import is_without_memory
+from sternway.pipeline.transport._groups import in_order
 
 Rows = list[list[float]]
 T = TypeVar("T")
@@ -29,12 +30,12 @@ class LateTalk:
 
     Args:
         group: a process group that nothing else uses.
-        ranks: how many ranks it has.
+        members: its global ranks; the first is the one that is heard.
         explain: turns a lost connection into an error that says which rank was lost.
     """
 
-    def __init__(self, group: Any, ranks: int, explain: Callable[[Exception], Exception]) -> None:
-        self._group, self._ranks, self._explain = group, ranks, explain
+    def __init__(self, group: Any, members: Sequence[int], explain: Callable[[Exception], Exception]) -> None:
+        self._group, self._members, self._explain = group, members, explain
         self._is_abandoned = False
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="sternway-gather", daemon=True)
@@ -90,18 +91,18 @@ class LateTalk:
 
     def _gather(self, numbers: list[float]) -> Rows:
         mine = torch.tensor(numbers, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(self._ranks)]
+        rows = [torch.empty_like(mine) for _ in self._members]
         dist.all_gather(rows, mine, group=self._group)
-        return [row.tolist() for row in rows]
+        return [row.tolist() for row in in_order(rows, self._members)]
 
     def _hear(self, said: bytes) -> bytes:
         length = int(self._gather([len(said)])[0][0])
         if not length:
             return b""
         message = torch.empty(length, dtype=torch.uint8)
-        if dist.get_rank(self._group) == 0:
+        if dist.get_rank() == self._members[0]:
             message.copy_(torch.frombuffer(bytearray(said), dtype=torch.uint8))
-        dist.broadcast(message, group=self._group, group_src=0)
+        dist.broadcast(message, src=self._members[0], group=self._group)
         return message.numpy().tobytes()
 
 

@@ -71,8 +71,8 @@ def search(
         memory: or what it has in bytes, or as text such as "20GB"; the costs must have ``activation_bytes``.
         stages_per_rank: with 1, rank r holds stage r; with 2, stages r and 2 * ranks - 1 - r, in a V; with more, stages
             r, r + ranks, r + 2 ranks, ...
-        looped: whether two stages are placed like more: r and r + ranks. That is faster where W is short or most is
-            recomputed, and slower elsewhere.
+        looped: whether two stages are placed like more: r and r + ranks. That can be faster where W is short or most is
+            recomputed; elsewhere a V is as fast, or faster.
         recompute: the stages that keep their inputs alone and run their forward again, or shares of them, as in
             ``Schedule``; or "auto" to choose them, too: the fastest choice within the limit. ``costs.memory_input`` and
             ``costs.memory_again`` say what that needs, and ``costs.blocks`` of how many parts some may be chosen.

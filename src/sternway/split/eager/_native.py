@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from sternway._torch import require
-from sternway._torch.native import ROLES, load_extension
+from sternway._torch.native import ROLES
 from sternway._torch.nodes import (
     ACCUMULATE_GRAD,
     TO_COPY,
@@ -48,7 +48,7 @@ class _Extension:
 
     def __init__(self) -> None:
         self.module: Any = None
-        self.is_on = False
+        self.is_on = self.was_tried = False
         self._kinds: Any = None
         self._rules: dict[str, Operands] = {}
 
@@ -59,31 +59,8 @@ class _Extension:
         return self.module.Cuts(self._kinds)
 
 
-_EXTENSION = _Extension()
-
-
-def accelerate(on: bool = True) -> None:
-    """Let an extension in C++ do what the split otherwise does in Python, from now on in this process.
-
-    Splitting costs Python some microseconds for each node of a graph. Where operations are small, that is up to a fifth
-    of a backward; the extension takes about half of it away. The first call for a release of torch builds it, which
-    takes a C++ compiler and half a minute; later ones find it in torch's folder for extensions. Gradients, hooks and
-    errors stay as they are.
-
-    Example:
-        >>> from sternway import split
-        >>> split.accelerate()                                                          # doctest: +SKIP
-
-    Args:
-        on: False goes back to Python.
-
-    Raises:
-        UnsupportedTorch: it cannot be built; the message says why.
-    """
-    if on and _EXTENSION.module is None:
-        require("split.native")
-        _EXTENSION.module = load_extension()
-    _EXTENSION.is_on = on
+EXTENSION = _Extension()
+"""What ``accelerate`` switches on."""
 
 
 def _look(node: Node) -> tuple[int, list[int], list[int], list[int]]:
@@ -134,14 +111,14 @@ class NativeCuts:
 
 def native_plan(tensors: Sequence[Tensor], inputs: Collection[Edge], exact: bool) -> SplitPlan | None:
     """The plan of a graph for which the extension does; None for any other, or where it is not switched on."""
-    if not _EXTENSION.is_on or exact or not inputs or torch.is_anomaly_enabled():
+    if not EXTENSION.is_on or exact or not inputs or torch.is_anomaly_enabled():
         return None
-    if not all(type(tensor) in ORDINARY for tensor in tensors):
+    if not all(type(tensor) in ORDINARY and tensor.is_cpu for tensor in tensors):
         return None
     require("split")
     if in_process_group():
         require("split.parallel")
-    found, places = _EXTENSION.cuts(), list(dict.fromkeys(inputs))
+    found, places = EXTENSION.cuts(), list(dict.fromkeys(inputs))
     if not found.make(tensors, places):
         return None
     held = found.packed()
