@@ -17,8 +17,9 @@ from gloo import on_ranks
 from sternway import schedule
 from sternway.pipeline import LocalTransport, Pipeline, Profile
 from sternway.pipeline.build import _measure
+from sternway.pipeline.build._best_option import PlanOption
 from sternway.pipeline.build._link import LinkSpeed, ShardLink
-from sternway.pipeline.build._options import PlanOption, draft_plans
+from sternway.pipeline.build._options import draft_plans
 from sternway.pipeline.build._rank_bytes import Shards
 from sternway.pipeline.build._request import BuildRequest
 from sternway.schedule import Upkeep

@@ -7,7 +7,8 @@ from torch import nn
 
 from sternway.errors import ScheduleError
 from sternway.pipeline import LocalTransport
-from sternway.pipeline.build._options import PlanOption, _agreed_options
+from sternway.pipeline.build._best_option import PlanOption
+from sternway.pipeline.build._options import _agreed_options
 from sternway.pipeline.build._request import BuildRequest
 from sternway.schedule import Costs, candidates, make
 

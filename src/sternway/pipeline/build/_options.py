@@ -1,9 +1,9 @@
-"""The ways to cut a whole model, each with a schedule for it, and which of them is the best."""
+"""The ways to cut a whole model, and which of them is the best, with the schedule for it (``_best_option.py``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from sternway import schedule as schedules
 from sternway.errors import PipelineError, ScheduleError
+from sternway.pipeline.build._best_option import PlanOption, best_option
 from sternway.pipeline.build._blocks import recomputing
 from sternway.pipeline.build._copied import copied
 from sternway.pipeline.build._measure import agreed_costs, measure
@@ -19,7 +20,7 @@ from sternway.pipeline.build._partition import Layout, lay_out, weights
 from sternway.pipeline.build._profile import Profile
 from sternway.pipeline.build._rehearse import Rehearsal
 from sternway.pipeline.build._request import BuildRequest
-from sternway.pipeline.build._room import Limit, Recompute, Room, cost_of, no_room, rooms
+from sternway.pipeline.build._room import Room, no_room, rooms
 from sternway.pipeline.build._shard_stage import shard_stages_of
 from sternway.pipeline.build._weights import on_zeros
 from sternway.pipeline.forward._part import ModelPart
@@ -28,24 +29,6 @@ from sternway.pipeline.transport._transport import Transport
 from sternway.schedule import Costs, Schedule
 
 _REHEARSED = 4  # ways to cut that are tried at most, the best by simulation first
-
-
-@dataclass(frozen=True, slots=True)
-class PlanOption:
-    """One way to cut the model, with the schedule for it."""
-
-    starts: list[int]
-    schedule: Schedule
-    costs: Costs
-    limit: Limit
-    room: Room | None = None
-    sharded: bool = False
-    gathered: int | None = None
-
-    def cost(self) -> tuple[float, float]:
-        """The time of a step among others, and that of one alone; with the upkeep of sharded stages."""
-        plan = schedules.sharded(self.schedule, gathered=self.gathered) if self.sharded else self.schedule
-        return cost_of(plan, self.costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +203,9 @@ def _agreed_options(
         options, refused = list[PlanOption](), list[ScheduleError]()
         for starts, costs, room in zip(ways, costs_of, found, strict=True):
             per_rank = max(1, len(starts) // request.ranks)
-            counted = _gathered_rooms(room, per_rank) if request.schedule == "auto" else [room]
             for looped in (False, True) if _may_loop(request, per_rank) else (False,):
                 try:
-                    options.append(_best_option(request, starts, costs, counted, per_rank, looped))
+                    options.append(best_option(request, starts, costs, room, per_rank, looped))
                 except ScheduleError as error:  # it needs more memory than there is
                     refused.append(error)
         if not options:
@@ -239,57 +221,6 @@ def _may_loop(request: BuildRequest, per_rank: int) -> bool:
     """Whether to look at two looped stages of each rank, too: within ample memory a V is as fast, or faster."""
     limited = request.memory is not None or request.memory_limit is not None
     return request.schedule == "auto" and request.ranks > 1 and per_rank == 2 and limited
-
-
-def _best_option(
-    request: BuildRequest,
-    starts: list[int],
-    costs: Costs,
-    counted: Sequence[Room | None],
-    per_rank: int,
-    looped: bool,
-) -> PlanOption:
-    return min((_option(request, starts, costs, room, per_rank, looped) for room in counted), key=_merit)
-
-
-def _merit(option: PlanOption) -> tuple[bool, tuple[float, float]]:
-    """What is best of one way to cut: that it fits, then that it is fast."""
-    return option.room is not None and not option.room.fits(option.schedule), option.cost()
-
-
-def _gathered_rooms(room: Room | None, per_rank: int) -> list[Room | None]:
-    """The same room with all stages of a rank gathered, and with ever fewer; whatever the user wants, if anything."""
-    if room is None or room.shards is None or room.shards.gathered is not None:
-        return [room]
-    return [replace(room, shards=replace(room.shards, gathered=count)) for count in range(per_rank, 0, -1)]
-
-
-def _option(
-    request: BuildRequest, starts: list[int], costs: Costs, room: Room | None, per_rank: int, looped: bool
-) -> PlanOption:
-    unknown = costs == Costs()
-    if room is not None:
-        costs = room.costs(costs, request.ranks)
-        if unknown:  # a link that is no faster than the ranks, in the units of these times
-            costs = replace(costs, offload=3.0)
-    gathered = request.gathered if room is None or room.shards is None else room.shards.gathered
-    limit: Limit = limit_of(request, costs)
-    if room is not None and request.schedule == "auto":
-
-        def find(limit: Limit, recompute: Recompute) -> Schedule:
-            return schedule_of(request, costs, limit, recompute, per_rank, looped, gathered)
-
-        plan, limit = room.best(find, limit_of(request, costs), costs)
-    else:
-        plan = schedule_of(request, costs, limit, (), per_rank, looped, gathered)
-        plan = plan if room is None or plan.num_stages != len(starts) else room.lightest(plan, costs)
-    if plan.num_stages != len(starts):
-        raise PipelineError(
-            f"schedule {plan.name} needs {plan.num_stages} stages",
-            got=f"{len(starts)} from cuts={request.cuts!r}",
-            fix=f'pass {plan.num_stages - 1} cuts, or cuts="balanced"',
-        )
-    return PlanOption(starts, plan, costs, limit, room, request.shard is not None and not plan.gathered, gathered)
 
 
 def _agreed_rooms(
@@ -316,50 +247,3 @@ def _agreed_rooms(
         return count()
     found: Outcome[list[Room]] = Outcome(count) if transport.mine == (0,) else Outcome.of([])
     return transport.crew().share(found)[0].result()
-
-
-def schedule_of(
-    request: BuildRequest,
-    costs: Costs,
-    limit: Limit,
-    recompute: Recompute = (),
-    stages_per_rank: int = 1,
-    looped: bool = False,
-    gathered: int | None = None,
-) -> Schedule:
-    """The schedule that was passed, or made by its name; for "auto" the best that a search finds.
-
-    Sharded stages are priced with their upkeep, which is not in the result: it is placed when they are sharded.
-    """
-    wanted, ranks, microbatches = request.schedule, request.ranks, request.n_microbatches
-    if isinstance(wanted, Schedule):
-        return wanted
-    if microbatches is None:
-        raise PipelineError(
-            "a schedule given by name needs n_microbatches", got=repr(wanted), fix="pass n_microbatches="
-        )
-    if wanted != "auto":
-        return schedules.make(wanted, ranks=ranks, microbatches=microbatches)
-    sharded = request.shard is not None
-    found = schedules.search(
-        costs,
-        ranks=ranks,
-        microbatches=microbatches,
-        memory_limit=limit,
-        stages_per_rank=stages_per_rank,
-        looped=looped,
-        recompute=recompute,
-        sharded=sharded,
-        gathered=gathered if sharded else None,
-    )
-    return schedules.sharded(found, stages=()) if sharded else found
-
-
-def limit_of(request: BuildRequest, costs: Costs) -> float:
-    """What a rank may keep under "auto", in forwards of one microbatch."""
-    if request.memory_limit is not None:
-        return request.memory_limit
-    after_f, after_i = (
-        sum(each) if isinstance(each, Sequence) else each for each in (costs.memory_after_F, costs.memory_after_I)
-    )
-    return 2 * request.ranks * (max(1.0, after_i / after_f) if after_f else 1.0)

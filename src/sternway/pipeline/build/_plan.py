@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from sternway.errors import PipelineError
+from sternway.pipeline.build._best_option import PlanOption, limit_of, schedule_of
 from sternway.pipeline.build._blocks import recompute_stages
 from sternway.pipeline.build._offload import moves
-from sternway.pipeline.build._options import Draft, PlanOption, limit_of, schedule_of, stages_here
+from sternway.pipeline.build._options import Draft, stages_here
 from sternway.pipeline.build._partition import lay_out, layout_of, weights
 from sternway.pipeline.build._profile import Profile
 from sternway.pipeline.build._request import BuildRequest
