@@ -1,14 +1,16 @@
 """Is the plan the run? Planned and measured steps, predicted and measured memory, and "auto" beside all schedules.
 
-    python benchmarks/plan/main.py [--ranks 2,4,8] [--device cuda] [--asleep MS [--drift | --within]] [--bytes] [--json]
+    python benchmarks/plan/main.py [--ranks 2,4,8] [--device cuda] [--bytes] [--json]
+        [--asleep MS [--spread S | --drift | --within]]
 
 GPT blocks, two for each rank, and twice as many microbatches as ranks. On CPUs: microbatches of 2 × 64 tokens, gloo
 ranks with one thread each. On a GPU, which the ranks share as small GPUs (``tests/small_gpus.py``): bfloat16,
 microbatches of 4 × 512 tokens, NCCL.
 
 With ``--asleep``, blocks sleep instead of computing, so that any number of ranks can be timed on few cores: what is
-measured is the plan and what runs it (``asleep.py``). With ``--drift`` besides, one rank becomes slower (``drift.py``);
-with ``--within``, sixteen blocks have less and less memory (``within.py``).
+measured is the plan and what runs it (``asleep.py``). With ``--spread`` besides, the sleeps of a rank differ at random,
+as actions do on a machine with other work; with ``--drift``, one rank becomes slower (``drift.py``); with ``--within``,
+sixteen blocks have less and less memory (``within.py``).
 
 Each round times each schedule in turn, by a pipeline that is built for that and closed afterwards. A time is that of a
 step among steps that follow each other. Figures are medians of the rounds' own ratios.
@@ -64,6 +66,7 @@ def main() -> None:
     parser.add_argument("--all-steps", type=int, default=100, help="steps of auto, its tries included")
     parser.add_argument("--dim", type=int, default=None)
     parser.add_argument("--asleep", type=float, default=0.0, metavar="MS", help="blocks sleep: an F, I, W of a rank")
+    parser.add_argument("--spread", type=float, default=0.0, help="with --asleep: how much actions differ, such as 0.2")
     parser.add_argument("--drift", action="store_true", help="with --asleep: a rank becomes slower in mid-run")
     parser.add_argument("--within", action="store_true", help="with --asleep: less and less memory")
     parser.add_argument("--bytes", action="store_true", help="memory alone, which does not depend on the load")
@@ -84,11 +87,12 @@ def main() -> None:
             only,
             times=not arguments.bytes,
             asleep=arguments.asleep / 1e3,
+            spread=arguments.spread,
         )
         for ranks in arguments.ranks.split(",")
     ]
-    if (arguments.drift or arguments.within) and not arguments.asleep:
-        parser.error("--drift and --within need --asleep, such as --asleep 10")
+    if (arguments.drift or arguments.within or arguments.spread) and not arguments.asleep:
+        parser.error("--drift, --within and --spread need --asleep, such as --asleep 10")
     what = drift if arguments.drift else within if arguments.within else measure
     found = [run(case, arguments.limit, what) for case in cases]
     if arguments.within and not arguments.json:

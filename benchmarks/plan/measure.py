@@ -46,6 +46,7 @@ class Case:
     only: tuple[str, ...] = ()  # these schedules
     times: bool = True  # or bytes alone
     asleep: float = 0.0  # seconds of an F, an I and a W of a rank, if blocks sleep instead of computing
+    spread: float = 0.0  # how much these differ: the standard deviation, as a share of the mean
 
     @property
     def microbatches(self) -> int:
@@ -68,7 +69,8 @@ class Case:
         torch.manual_seed(0)
         if self.asleep:
             half = self.asleep / 2
-            return nn.Sequential(*(AsleepBlock(self.dim, half, half, half) for _ in range(2 * self.ranks)))
+            spread = self.spread * 2**0.5  # of one of two blocks
+            return nn.Sequential(*(AsleepBlock(self.dim, half, half, half, spread) for _ in range(2 * self.ranks)))
         with torch.device(self.device):
             return gpt(self.dim, 2 * self.ranks, heads=max(4, self.dim // 128)).to(self.dtype)
 

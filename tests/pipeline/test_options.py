@@ -8,7 +8,7 @@ from torch import nn
 from sternway.errors import ScheduleError
 from sternway.pipeline import LocalTransport
 from sternway.pipeline.build._best_option import PlanOption
-from sternway.pipeline.build._options import _agreed_options
+from sternway.pipeline.build._options import _agreed_options, _fastest
 from sternway.pipeline.build._request import BuildRequest
 from sternway.schedule import Costs, candidates, make
 
@@ -56,6 +56,26 @@ def test_if_none_fits_it_is_said_what_is_needed() -> None:
 
 def test_stages_of_one_rank_are_searched_once() -> None:
     assert len(options(Costs(), 4.0, ranks=1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("times", "best", "count"),
+    [
+        ({"a": [1.05, 0.9], "b": [1.0, 1.0], "c": [1.2]}, "a", 5),  # a was held up in its first try
+        ({"a": [1.0, 1.3], "b": [1.05, 1.05]}, "a", 4),  # and here in its second
+        ({"a": [1.0], "b": [1.2], "c": [1.3]}, "a", 3),  # none is close: none is tried again
+        ({"a": [1.0]}, "a", 1),
+    ],
+)
+def test_close_ones_are_tried_twice(times: dict[str, list[float]], best: str, count: int) -> None:
+    tried: list[str] = []
+
+    def seconds(option: str) -> float:
+        tried.append(option)
+        return times[option][tried.count(option) - 1]
+
+    assert _fastest(list(times), seconds) == best
+    assert len(tried) == count
 
 
 @pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-v"])

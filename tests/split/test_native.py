@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, gpt
+from models import MODELS, convnet, gpt
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -80,12 +80,77 @@ def test_equals_python_in_every_bit(name: str, checkpointed: bool, own_thread: b
     assert_bitwise(*found)
 
 
-def test_it_is_used_and_holds_as_much() -> None:
-    model = gpt(16, 2)
+CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "one dimension": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 9)),
+    "groups, strides, dilation": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=2, dilation=2, groups=2), (2, 4, 9, 8)),
+    "three dimensions": (lambda: nn.Conv3d(4, 3, 2, padding=1), (2, 4, 5, 4, 3)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, output_padding=1), (2, 4, 5, 4)),
+    "depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4, bias=False), (2, 4, 6, 5)),
+    "no batch": (lambda: nn.Conv2d(4, 6, 1), (4, 6, 5)),
+    "double": (lambda: nn.Conv2d(4, 6, 3).double(), (2, 4, 6, 5)),
+    "channels last": (lambda: nn.Conv2d(4, 6, 3).to(memory_format=torch.channels_last), (2, 4, 6, 5)),
+}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_of_every_kind(name: str, checkpointed: bool) -> None:
+    make, shape = CONVOLUTIONS[name]
+    layer = make()
+    dtype = next(layer.parameters()).dtype
+    torch.manual_seed(1)
+    x = torch.randn(shape, dtype=dtype).requires_grad_()
+
+    def loss() -> Tensor:
+        y = checkpoint(layer, x.sin(), use_reentrant=False) if checkpointed else layer(x.sin())
+        return y.abs().square().sum()
+
+    leaves = [x, *layer.parameters()]
+    expected = list(torch.autograd.grad(loss(), leaves))
+    expected[1:] = [grad + 1 for grad in expected[1:]]
+    for first in (True, False):  # a first .grad, which Python makes, and a later one
+        found = []
+        for on in (True, False):
+            split.accelerate(on)
+            for parameter in layer.parameters():
+                parameter.grad = None if first else torch.ones_like(parameter)
+            grad, pending = split.backward_input(loss(), None, x)
+            assert is_used(pending) is on
+            pending.run()
+            found.append([grad, *(p.grad + 1 if first else p.grad for p in layer.parameters())])
+        assert_bitwise(*found)
+        for got, want in zip(found[0], expected, strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_a_convolution_may_be_packed_and_may_not_be_changed() -> None:
+    layer = nn.Conv2d(3, 4, 3)
+    x = torch.randn(2, 3, 5, 5, requires_grad=True)
+    expected = torch.autograd.grad(layer(x * 1).sum(), list(layer.parameters()))
+    _, pending = split.backward_input(layer(x * 1).sum(), None, x)
+    assert is_used(pending)
+    pending.pack(saved.compress("bf16"))
+    pending.run()
+    for parameter, want in zip(layer.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, want, rtol=0.05, atol=0.1)
+    for change in ("input", "weight"):
+        h = x * 1
+        _, pending = split.backward_input(layer(h).sum(), None, x)
+        assert is_used(pending)
+        with torch.no_grad():
+            (h if change == "input" else layer.weight).add_(1)
+        with pytest.raises(PendingError, match="must not be changed in place between I and W"):
+            pending.run()
+
+
+@pytest.mark.parametrize("make", [lambda: gpt(16, 2), lambda: convnet(4, 2)])
+def test_it_is_used_and_holds_as_much(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    shape = (2, 3, 5, 5) if isinstance(model[0], nn.Conv2d) else (2, 5, 16)
     held = []
     for on in (True, False):
         split.accelerate(on)
-        x = torch.randn(2, 5, 16, requires_grad=True)
+        x = torch.randn(shape, requires_grad=True)
         _, pending = split.backward_input(model(x).sum(), None, x)
         assert is_used(pending) is on
         held.append((pending.nbytes, set(pending.deferred), set(pending.ready)))

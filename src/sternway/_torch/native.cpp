@@ -1,4 +1,4 @@
-// The split's mechanical work in C++: the walk over the graph, reading matrix products, and the loop of W.
+// The split's mechanical work in C++: the walk over the graph, reading products and convolutions, and the loop of W.
 //
 // A `Cuts` is made of one graph. Where a graph has anything unusual, `make` says so, and Python plans it as without this
 // file. Python is asked once what each kind of node is. Hooks are read off the nodes themselves, so that none is missed.
@@ -30,8 +30,8 @@ using torch::autograd::variable_list;
 using NodePtr = decltype(Edge::function); // a shared_ptr before torch 2.13
 using Positions = std::vector<size_t>;
 
-// What nodes of one kind are to the walk; native.py has the same list. The last four are read here.
-enum class Role { Unusual, Plain, Leaf, T, Transpose, Cast, Cut, Mm, Bmm, Addmm, Baddbmm };
+// What nodes of one kind are to the walk; native.py has the same list. The last five are read here.
+enum class Role { Unusual, Plain, Leaf, T, Transpose, Cast, Cut, Convolution, Mm, Bmm, Addmm, Baddbmm };
 
 struct Kind {
   Role role;
@@ -106,12 +106,15 @@ uint32_t version_of(const Tensor& tensor) { // as in tensors.py
   return tensor.is_inference() ? 0 : tensor._version();
 }
 
-struct Sides { // of a product's node: what it saved, and its factors
+struct Sides { // of a product's or convolution's node: what it saved, and its factors
   SavedVariable *left, *right;
   at::Scalar alpha = 1, beta = 1;
 
   static Sides of(Node& node, Role role) {
-    if (role == Role::Mm) {
+    if (role == Role::Convolution) {
+      auto& convolution = static_cast<products::ConvolutionBackward0&>(node);
+      return {&convolution.input_, &convolution.weight_};
+    } else if (role == Role::Mm) {
       auto& mm = static_cast<products::MmBackward0&>(node);
       return {&mm.self_, &mm.mat2_};
     } else if (role == Role::Bmm) {
@@ -124,46 +127,107 @@ struct Sides { // of a product's node: what it saved, and its factors
     auto& baddbmm = static_cast<products::BaddbmmBackward0&>(node);
     return {&baddbmm.batch1_, &baddbmm.batch2_, baddbmm.alpha, baddbmm.beta};
   }
-
-  bool is_packed() const { return left->has_hooks() || right->has_hooks(); }
 };
 
-// One term of a leaf's gradient: `grad` itself, or its product with the `known` side; as Part and Product in Python.
+// What one term of a leaf's gradient is; native.py has the same list. A product's other side is known, or a convolution's
+// input and filter.
+enum class Term { Given, OfLeft, OfRight, Filter, Bias };
+
+struct Convolution { // the settings of one, as aten::convolution_backward takes them after the tensors
+  std::vector<c10::SymInt> stride, padding, dilation;
+  bool transposed;
+  std::vector<c10::SymInt> output_padding;
+  c10::SymInt groups;
+
+  static Convolution of(Node& node) {
+    const auto& from = static_cast<products::ConvolutionBackward0&>(node);
+    return {from.stride, from.padding, from.dilation, from.transposed, from.output_padding, from.groups};
+  }
+
+  Tensor filter_grad(const Tensor& grad, const Tensor& x, const Tensor& filter) const { // of it, only the shape matters
+    return std::get<1>(at::convolution_backward_symint(
+        grad, x, filter, std::nullopt, stride, padding, dilation, transposed, output_padding, groups,
+        {false, true, false}));
+  }
+};
+
+// A tensor that W needs beside a gradient, and whether it is as it was.
+struct Kept {
+  Tensor tensor;
+  uint32_t version = 0;
+
+  Kept() = default;
+  explicit Kept(const Tensor& of) : tensor(of), version(version_of(of)) {}
+  bool was_changed() const { return tensor.defined() && version_of(tensor) != version; }
+};
+
+// One term of a leaf's gradient; as Part and Later in Python.
 struct Part {
   Edge edge;
-  bool transposed = false, is_product = false, of_right = false, is_odd = false;
+  Term term = Term::Given;
+  bool transposed = false, is_odd = false;
   at::Scalar scale = 1;
-  Tensor known, grad;
-  uint32_t known_version = 0, grad_version = 0;
+  std::optional<Convolution> convolution;
+  Kept known, filter, grad;
 
-  void keep_side(const Tensor& side, const Kinds& kinds) {
-    is_odd |= !kinds.are_ordinary(side) || side.is_complex();
-    known = side.tensor_data(); // a saved tensor comes with its grad_fn, which would keep the graph alive
-    known_version = version_of(known);
+  bool is_product() const { return term == Term::OfLeft || term == Term::OfRight; }
+
+  void keep(Kept& in, const Tensor& saved, const Kinds& kinds) {
+    is_odd |= !kinds.are_ordinary(saved) || saved.is_complex();
+    in = Kept(saved.tensor_data()); // a saved tensor comes with its grad_fn, which would keep the graph alive
   }
 
   void keep_grad(const Tensor& arrived, const Kinds& kinds) {
-    is_odd |= !kinds.are_ordinary(arrived) || (transposed && !is_product);
-    grad = arrived;
-    grad_version = version_of(grad);
+    is_odd |= !kinds.are_ordinary(arrived) || (transposed && !is_product());
+    grad = Kept(arrived);
   }
 
-  bool was_changed() const {
-    return version_of(grad) != grad_version || (is_product && version_of(known) != known_version);
+  bool was_changed() const { return grad.was_changed() || known.was_changed() || filter.was_changed(); }
+
+  std::vector<Tensor> tensors() const {
+    std::vector<Tensor> found{grad.tensor};
+    for (const Kept* each : {&known, &filter}) {
+      if (each->tensor.defined()) found.push_back(each->tensor);
+    }
+    return found;
   }
 
   bool fits(const Tensor& total) const {
-    if (is_odd || grad.layout() != at::kStrided || grad.dtype() != total.dtype()) return false;
-    if (!is_product) {
-      return grad.sizes() == total.sizes() || (grad.dim() > 0 && grad.sizes().slice(1) == total.sizes());
+    const auto is_like_it = [&](const Tensor& other) {
+      return other.layout() == at::kStrided && other.dtype() == total.dtype();
+    };
+    const Tensor& given = grad.tensor;
+    if (is_odd || !is_like_it(given) || (known.tensor.defined() && !is_like_it(known.tensor))) return false;
+    if (term == Term::Given) {
+      return given.sizes() == total.sizes() || (given.dim() > 0 && given.sizes().slice(1) == total.sizes());
+    } else if (term == Term::Filter) {
+      return filter.tensor.sizes() == total.sizes();
+    } else if (term == Term::Bias) {
+      return total.dim() == 1 && given.dim() > 1 && given.size(1) == total.size(0);
     }
-    return known.layout() == at::kStrided && known.dtype() == total.dtype() && known.dim() == total.dim() &&
-        grad.dim() == total.dim() && (total.dim() == 2 || total.dim() == 3);
+    return known.tensor.dim() == total.dim() && given.dim() == total.dim() && (total.dim() == 2 || total.dim() == 3);
   }
 
+  void add_to(Tensor& total) const {
+    const Tensor& given = grad.tensor;
+    if (term == Term::Given) {
+      total.add_(given.sizes() == total.sizes() ? given : given.sum(0));
+    } else if (term == Term::Filter) {
+      total.add_(convolution->filter_grad(given, known.tensor, filter.tensor));
+    } else if (term == Term::Bias) {
+      std::vector<int64_t> others(given.dim() - 1); // all dimensions but the second
+      for (int64_t at = 1; at < static_cast<int64_t>(others.size()); at++) others[at] = at + 1;
+      total.add_(given.sum(others));
+    } else {
+      add_product(total);
+    }
+  }
+
+ private:
   void add_product(Tensor& total) const {
-    const Tensor& first = of_right == transposed ? grad : known; // as Product.factors
-    const Tensor& second = of_right == transposed ? known : grad;
+    const bool of_right = term == Term::OfRight;
+    const Tensor& first = of_right == transposed ? grad.tensor : known.tensor; // as Product.factors
+    const Tensor& second = of_right == transposed ? known.tensor : grad.tensor;
     const Tensor left = of_right ? first.mT() : first, right = of_right ? second : second.mT();
     total.dim() == 2 ? total.addmm_(left, right, 1, scale) : total.baddbmm_(left, right, 1, scale);
   }
@@ -344,6 +408,14 @@ size_t Cuts::place(const NodePtr& leaf, bool late) {
   return found->second;
 }
 
+// What the gradient of an operand is.
+Term term_of(Role role, size_t position) {
+  if (role == Role::Convolution) return position == 1 ? Term::Filter : Term::Bias;
+  const size_t bias = role >= Role::Addmm; // comes first, where there is one
+  if (position < bias) return Term::Given;
+  return position == bias ? Term::OfLeft : Term::OfRight;
+}
+
 // Make the node a cut, if operands of it can wait, and say which edges I skips: as _Planner.cut in Python.
 bool Cuts::cut(const NodePtr& node, const Kind& kind, uint64_t& skipped) {
   std::vector<std::tuple<size_t, NodePtr, bool>> found;
@@ -369,10 +441,7 @@ bool Cuts::cut(const NodePtr& node, const Kind& kind, uint64_t& skipped) {
   }
   Cut made{node, kind.role, {}};
   for (const auto& [position, leaf, transposed] : found) {
-    Part part{node->next_edge(position), transposed};
-    const size_t bias = kind.role >= Role::Addmm; // comes first, where there is one
-    part.is_product = position >= bias;
-    part.of_right = position == bias + 1;
+    Part part{node->next_edge(position), term_of(kind.role, position), transposed};
     Leaf& to = leaves_[place(leaf, true)];
     made.parts.emplace_back(&to - leaves_.data(), to.parts.size());
     to.parts.push_back(std::move(part));
@@ -396,11 +465,16 @@ bool Cuts::read(Cut& cut) {
   const Sides sides = Sides::of(*cut.node, cut.role);
   for (const auto& [leaf, at] : cut.parts) {
     Part& part = leaves_[leaf].parts[at];
-    if (!part.is_product) continue;
-    const Tensor side = (part.of_right ? sides.left : sides.right)->unpack();
-    if (!side.defined()) return false;
-    part.keep_side(side, *kinds_);
+    if (part.term == Term::Given || part.term == Term::Bias) continue;
+    const Tensor known = (part.term == Term::OfLeft ? sides.right : sides.left)->unpack();
+    if (!known.defined()) return false;
+    part.keep(part.known, known, *kinds_);
     part.scale = sides.alpha;
+    if (part.term != Term::Filter) continue;
+    const Tensor filter = sides.right->unpack();
+    if (!filter.defined()) return false;
+    part.keep(part.filter, filter, *kinds_);
+    part.convolution = Convolution::of(*cut.node);
   }
   return true;
 }
@@ -520,7 +594,7 @@ py::list Cuts::finish(const py::list& grads) {
     }
   }
   for (Leaf& leaf : leaves_) {
-    const auto is_missed = [](const Part& part) { return !part.grad.defined(); };
+    const auto is_missed = [](const Part& part) { return !part.grad.tensor.defined(); };
     leaf.parts.erase(std::remove_if(leaf.parts.begin(), leaf.parts.end(), is_missed), leaf.parts.end());
   }
   const auto is_empty = [](const Leaf& leaf) { return leaf.parts.empty(); };
@@ -534,7 +608,7 @@ py::list Cuts::finish(const py::list& grads) {
 std::optional<Tensor> Cuts::changed() const {
   for (const Leaf& leaf : leaves_) {
     for (const Part& part : leaf.parts) {
-      if (part.was_changed()) return part.grad;
+      if (part.was_changed()) return part.grad.tensor;
     }
   }
   return std::nullopt;
@@ -544,8 +618,7 @@ std::vector<Tensor> Cuts::tensors() const {
   std::vector<Tensor> found;
   for (const Leaf& leaf : leaves_) {
     for (const Part& part : leaf.parts) {
-      found.push_back(part.grad);
-      if (part.is_product) found.push_back(part.known);
+      for (Tensor& tensor : part.tensors()) found.push_back(std::move(tensor));
     }
   }
   return found;
@@ -554,10 +627,14 @@ std::vector<Tensor> Cuts::tensors() const {
 py::tuple Cuts::give_back(Leaf& leaf) const {
   py::list parts;
   for (const Part& part : leaf.parts) {
-    py::object known = part.is_product ? to_python(part.known) : py::none();
+    py::object settings = py::none();
+    if (const auto& from = part.convolution) {
+      settings = py::make_tuple(
+          from->stride, from->padding, from->dilation, from->transposed, from->output_padding, from->groups);
+    }
     parts.append(py::make_tuple(
-        to_python(part.edge.function), part.edge.input_nr, part.transposed, part.of_right, part.scale, known,
-        to_python(part.grad)));
+        to_python(part.edge.function), part.edge.input_nr, part.transposed, static_cast<int>(part.term), part.scale,
+        settings, part.tensors()));
   }
   leaf.parts.clear();
   return py::make_tuple(to_python(leaf.node), parts);
@@ -589,11 +666,7 @@ py::list Cuts::run() {
   for (Leaf& leaf : direct) {
     Tensor total = static_cast<AccumulateGrad&>(*leaf.node).variable.mutable_grad();
     for (Part& part : leaf.parts) {
-      if (part.is_product) {
-        part.add_product(total);
-      } else {
-        total.add_(part.grad.sizes() == total.sizes() ? part.grad : part.grad.sum(0));
-      }
+      part.add_to(total);
       part = Part(); // free as soon as possible
     }
   }

@@ -23,8 +23,11 @@ import torch
 from sternway._torch.probe import probe
 from sternway.errors import UnsupportedTorch
 
-ROLES = ("unusual", "plain", "leaf", "t", "transpose", "cast", "cut", "mm", "bmm", "addmm", "baddbmm")
+ROLES = ("unusual", "plain", "leaf", "t", "transpose", "cast", "cut", "convolution", "mm", "bmm", "addmm", "baddbmm")
 """What nodes of a kind are to the extension: the names of ``Role`` in ``native.cpp``, in its order."""
+
+TERMS = ("given", "of left", "of right", "filter", "bias")
+"""What a term of a gradient is: the names of ``Term`` there."""
 
 _NAME = "sternway_native"
 _SOURCE = Path(__file__).with_name("native.cpp")
@@ -96,6 +99,16 @@ def _header() -> bool:
         "BmmBackward0": ("self_", "mat2_"),
         "AddmmBackward0": ("mat1_", "mat2_", "alpha", "beta"),
         "BaddbmmBackward0": ("batch1_", "batch2_", "alpha", "beta"),
+        "ConvolutionBackward0": (
+            "input_",
+            "weight_",
+            "stride",
+            "padding",
+            "dilation",
+            "transposed",
+            "output_padding",
+            "groups",
+        ),
         "TransposeBackward0": ("dim0", "dim1"),
     }.items():
         body = text.partition(f"struct TORCH_API {kind} :")[2].partition("\n};")[0]

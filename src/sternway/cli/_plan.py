@@ -27,7 +27,7 @@ from sternway.errors import ScheduleError, SternwayError, ViewerError
 from sternway.schedule import Comparison, Costs, Schedule, Timeline
 from sternway.schedule.formats import write_timeline
 
-_FIELDS = ("F", "I", "W", "B", "comm", "overhead", "overlap")
+_FIELDS = ("F", "I", "W", "B", "comm", "overhead", "overlap", "spread")
 
 
 def plan(
@@ -38,7 +38,8 @@ def plan(
         typer.Option(
             help="Times of one microbatch through one rank's share, as F=1,I=1,W=1,comm=0. "
             "B, a whole backward, is I + W unless given; overhead=0.1 is added to every action; "
-            "overlap=0.8 says that an overlapped F and B take 0.8 (F + B). "
+            "overlap=0.8 says that an overlapped F and B take 0.8 (F + B); spread=0.1, that equal actions "
+            "differ by a tenth. "
             "Unequal stages: one number for each, as F=1:1:1.4."
         ),
     ] = "",

@@ -76,6 +76,8 @@ class Costs:
             ``Timeline.period``.
         overhead: time of a rank for each action beyond what it computes, such as Python's. Two stages of a rank have
             twice as many actions as one.
+        spread: how much the times of equal actions differ: their standard deviation, as a share of the mean. Counts in
+            ``Timeline.period``, which is longer where some rank is always late.
         memory_after_I: what is still kept between I and W, of what F kept; one number, or one for each stage.
         activation_bytes: what one microbatch's forward keeps on one rank, the unit of memory, in bytes; 0 if unknown.
         static_bytes: what a rank holds anyway, in bytes: parameters, their gradients, the optimizer's state.
@@ -124,6 +126,7 @@ class Costs:
     blocks: int | Sequence[int] = 1
     turn: float = 0.0
     overhead: float = 0.0
+    spread: float = 0.0
     selective: float | Sequence[float] | None = None
     memory_selective: float | Sequence[float] | None = None
 
@@ -142,7 +145,7 @@ class Costs:
                 got=", ".join(f"{n} for {name}" for name, n in lengths.items()),
                 fix="pass sequences as long as there are stages",
             )
-        for name in ("turn", "overhead", "activation_bytes", "static_bytes"):
+        for name in ("turn", "overhead", "spread", "activation_bytes", "static_bytes"):
             object.__setattr__(self, name, _amount(name, getattr(self, name)))
         object.__setattr__(self, "comm", _between(self.comm))
         blocks = tuple(self.blocks) if isinstance(self.blocks, Sequence) else (self.blocks,)

@@ -1,19 +1,22 @@
 """Costs from steps that were run: how long each action took, and how long messages were on their way."""
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sternway.errors import ScheduleError
 from sternway.schedule._action import Action, Overlap, Upkeep
 from sternway.schedule._again import shares
 from sternway.schedule._between import between_actions, capped_mean
-from sternway.schedule._costs import Costs
+from sternway.schedule._costs import EPSILON, Costs
 from sternway.schedule._stage_costs import StageCosts
 from sternway.schedule._timeline import Timeline
 
 _ON_LINK = ("UNSHARD", "REDUCE_GRAD")
+
+_Kind = tuple[str, int]  # an action's op and stage
 
 
 def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> Costs:
@@ -26,7 +29,8 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
     there, and the other way round. A message's time is seen where a rank waits for it, for each pair of ranks on its
     own; where none waits, ``comm`` is at most the shortest time between an end and the start that needed it. Gathering
     and reducing are seen where they have a length; for stages where they have none, the planned times change as much as
-    those of the others. ``overhead`` is the time between two actions of a rank that had no message to wait for.
+    those of the others. ``overhead`` is the time between two actions of a rank that had no message to wait for,
+    and ``spread`` how much equal actions differ.
 
     Example:
         >>> from sternway import schedule
@@ -62,11 +66,12 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
         "pass those of one pipeline",
     )
     expected = planned.per_stage(schedule.placement, copies=schedule.copies)
-    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    times: dict[_Kind, list[float]] = defaultdict(list)
     for event in (event for run in runs for rank in run.events for event in rank):
         if isinstance(event.action, Action):
             times[event.action.op, event.action.stage].append(event.end - event.start)
-    seen = {key: capped_mean(values) for key, values in times.items()}
+    means = {kind: capped_mean(values) for kind, values in times.items()}
+    seen = dict(means)
     lacking = [stage for stage in range(schedule.num_stages) if ("F", stage) not in seen]
     if lacking:
         raise ScheduleError("a measured step must have F of every stage", got=f"none of {lacking}", fix="pass a step's")
@@ -86,6 +91,7 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
         B=b if planned.B is not None or any(op == "B" for op, _ in seen) else None,
         comm=comm,
         overhead=overhead,
+        spread=_spread(times, means),
         turn=statistics.median(turns)
         if (turns := [run.turn for run in runs if run.turn is not None])
         else planned.turn,
@@ -93,6 +99,14 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
         reduce=_carried(runs, "REDUCE_GRAD", expected.reduce, planned.reduce),
         overlap=_overlap(runs, f, b, expected.overlap),
     )
+
+
+def _spread(times: Mapping[_Kind, Sequence[float]], means: Mapping[_Kind, float]) -> float:
+    """The standard deviation of actions from the mean of their kind, as a share of it; no more than twice as long."""
+    off = [min(2.0, time / means[kind]) - 1 for kind, each in times.items() if means[kind] for time in each]
+    free = len(off) - len(times)
+    found = math.sqrt(math.fsum(each**2 for each in off) / free) if free > 0 else 0.0
+    return found if found > EPSILON else 0.0
 
 
 def _overlap(

@@ -95,9 +95,10 @@ class Rehearsal:
             first = self._run(parts, planned, loss_fn)
             measured = measured_costs(first, costs)
             fits = None if room is None else room.rank_fits
-            better = candidates(planned, measured, memory_limit=memory_limit, count=1, fits=fits, gathered=gathered)[0]
-            if self._everyone is not None:
-                better = self._everyone.share(better)[0]
+            crew = self._everyone or self._transport.crew()
+            better = crew.from_first(  # a search on every rank would take what the others need
+                lambda: candidates(planned, measured, memory_limit=memory_limit, count=1, fits=fits, gathered=gathered)
+            )[0]
             return min(first.span, self._run(parts, better, loss_fn).span)
 
     def _run(self, parts: Mapping[int, nn.Module], schedule: Schedule, loss_fn: LossFn) -> Timeline:

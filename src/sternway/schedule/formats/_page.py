@@ -94,6 +94,7 @@ def _terms(timeline: Timeline, limit: float | None) -> "Terms":
     times = {"F": costs.F, "I": costs.I, "W": costs.W, "B": costs.B, "comm": comm}
     times |= {"overhead": costs.overhead} if costs.overhead else {}
     times |= {"overlap": costs.overlap} if costs.overlap != 1 else {}
+    times |= {"spread": costs.spread} if costs.spread else {}
     given = ", ".join(
         f"{name} = {':'.join(f'{each:g}' for each in time) if isinstance(time, Sequence) else f'{time:g}'}"
         for name, time in times.items()

@@ -142,17 +142,27 @@ def _scaled(beta: complex) -> Later:
 
 @rule(Convolution.name, 1)
 def _convolution_weight(node: Any) -> Later:
-    settings = Convolution.settings(node)
+    return convolution_weight(Convolution.settings(node), Convolution.input(node), Convolution.weight(node))
+
+
+def convolution_weight(settings: Sequence[Any], *kept: Tensor) -> Later:
+    """The gradient of the weight of a convolution with these settings; its input and the weight are kept."""
 
     def compute(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:  # of the weight, only the shape matters
         _, value, _ = aten.convolution_backward(grad, x, weight, None, *settings, (False, True, False))
         return value  # type: ignore[no-any-return]  # torch.ops is untyped
 
-    return Later(compute, Convolution.input(node), Convolution.weight(node))
+    return Later(compute, *kept)
 
 
 @rule(Convolution.name, 2, role="bias")
 def _convolution_bias(node: Any) -> Later:
+    return convolution_bias()
+
+
+def convolution_bias() -> Later:
+    """The gradient of the bias of a convolution."""
+
     def compute(grad: Tensor) -> Tensor:
         dense = grad.to_dense() if grad.is_mkldnn else grad
         return dense.sum([dim for dim in range(grad.ndim) if dim != 1])

@@ -1,9 +1,9 @@
 """I and W of an eager graph by the extension in C++, where a user has switched it on and the graph is plain.
 
-The extension plans, reads and runs what takes most calls of Python: matrix products with parameters on one side, and
-leaves whose gradient I computes. It does so for a whole graph or not at all. Whatever is unusual (a hook, a custom
-Function, a branch, a weight made of others) it leaves to the planner, and it leaves to the accumulator what W may not
-add to here. Other cuts, such as convolutions, it only finds.
+The extension plans, reads and runs what takes most calls of Python: matrix products with parameters on one side,
+convolutions, and leaves whose gradient I computes. It does so for a whole graph or not at all. Whatever is unusual (a
+hook, a custom Function, a branch, a weight made of others) it leaves to the planner, and it leaves to the accumulator
+what W may not add to here. Other cuts, such as embeddings, it only finds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from sternway._torch import require
-from sternway._torch.native import ROLES
+from sternway._torch.native import ROLES, TERMS
 from sternway._torch.nodes import (
     ACCUMULATE_GRAD,
     TO_COPY,
@@ -26,20 +26,26 @@ from sternway._torch.nodes import (
     allow_more_reads,
     packed_by_hooks,
 )
-from sternway._torch.operands import Addmm, Baddbmm, Bmm, Mm
+from sternway._torch.operands import Addmm, Baddbmm, Bmm, Convolution, Mm
 from sternway._torch.parallel import in_process_group
 from sternway._torch.tensors import ORDINARY, version_of
 from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator
-from sternway.split._later import Product
+from sternway.split._later import Later, Product
 from sternway.split._part import Cut, Edge, Node, Part, changed_between, packing_of
 from sternway.split._plan import SplitPlan
 from sternway.split._rules import RULES, Operands
 from sternway.split._unsupported import UNSUPPORTED
-from sternway.split.eager._known import OWN_RULES
+from sternway.split.eager._known import OWN_RULES, convolution_bias, convolution_weight
 from sternway.split.eager._work import DirectWork
 
-_READ_THERE = {Mm.name: "mm", Bmm.name: "bmm", Addmm.name: "addmm", Baddbmm.name: "baddbmm"}
+_READ_THERE = {
+    Mm.name: "mm",
+    Bmm.name: "bmm",
+    Addmm.name: "addmm",
+    Baddbmm.name: "baddbmm",
+    Convolution.name: "convolution",
+}
 _ON_THE_WAY = {ACCUMULATE_GRAD: "leaf", T: "t", TRANSPOSE: "transpose", TO_COPY: "cast"}
 
 
@@ -122,7 +128,7 @@ def native_plan(tensors: Sequence[Tensor], inputs: Collection[Edge], exact: bool
     if not found.make(tensors, places):
         return None
     held = found.packed()
-    if not held:  # nothing to read there: a convnet
+    if not held:  # nothing to read there
         return None
     cuts = [_cut(node, parts) for node, parts in found.others]
     kinds = {packing_of(packed) for packed in held} | {cut.packing for cut in cuts}
@@ -180,10 +186,22 @@ def _parts(given: list[tuple[Node, list[Any]]]) -> dict[Node, list[Part]]:
     found: dict[Node, list[Part]] = {}
     for leaf, parts in reversed(given):
         found[leaf] = []
-        for child, at, transposed, of_right, scale, known, grad in parts:
+        for child, at, transposed, term, scale, settings, (grad, *kept) in parts:
             part = Part((child, at), leaf, transposed)
             part.grad, part.version = grad, version_of(grad)
-            if known is not None:
-                part.later = Product(left=known, scale=scale) if of_right else Product(right=known, scale=scale)
+            part.later = _later(TERMS[term], scale, settings, kept)
             found[leaf].append(part)
     return found
+
+
+def _later(term: str, scale: complex, settings: Sequence[Any], kept: Sequence[Tensor]) -> Later | None:
+    match term:
+        case "of left":
+            return Product(right=kept[0], scale=scale)
+        case "of right":
+            return Product(left=kept[0], scale=scale)
+        case "filter":
+            return convolution_weight(settings, *kept)
+        case "bias":
+            return convolution_bias()
+    return None
