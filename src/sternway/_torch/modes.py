@@ -33,6 +33,17 @@ def own_buffers(module: nn.Module) -> list[Tensor]:
     return [buffer for buffer in module._buffers.values() if buffer is not None]
 
 
+def holds_parameter(module: nn.Module, kind: type[Tensor]) -> bool:
+    """Whether a module, or one in it, has a parameter of this kind. It is asked of all pieces before each forward."""
+    for parameter in module._parameters.values():
+        if isinstance(parameter, kind):
+            return True
+    for child in module._modules.values():  # noqa: SIM110 - a generator takes twice as long
+        if child is not None and holds_parameter(child, kind):
+            return True
+    return False
+
+
 def buffers_by_name(module: nn.Module) -> dict[str, Tensor | None]:
     """The buffers of a module, without those of the modules in it; None where one may be put later."""
     return dict(module._buffers)

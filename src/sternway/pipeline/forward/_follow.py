@@ -28,6 +28,7 @@ from sternway._torch.modes import (
     WHOLE_CALL,
     computes_weights,
     has_backward_hooks,
+    holds_parameter,
     is_compiled,
     is_innermost,
     whole_call,
@@ -172,11 +173,12 @@ def intercepted(pieces: Mapping[str, nn.Module], call: PieceCall) -> Iterator[No
 
 
 def _runs_whole(module: nn.Module) -> bool:
-    return any(of(module) for of in (is_compiled, has_backward_hooks, computes_weights, _is_on_mesh))
-
-
-def _is_on_mesh(module: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+    return (
+        is_compiled(module)
+        or has_backward_hooks(module)
+        or computes_weights(module)
+        or holds_parameter(module, DTensor)
+    )
 
 
 def _stand_in(name: str, forward: Callable[..., Any], call: PieceCall) -> Callable[..., Any]:
