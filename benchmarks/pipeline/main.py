@@ -41,7 +41,7 @@ from models import gpt
 
 from gloo import free_port, join_group
 from small_gpus import become_small_gpu, mps
-from sternway import pipeline
+from sternway import pipeline, split
 from sternway.schedule import Costs, Schedule, Timeline
 
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
@@ -146,7 +146,7 @@ def torch_row(name: str, rank: int, case: Case) -> Iterator[Step]:
 class OurRow:
     """By a schedule of ours. What "auto" kept in the first round, after its trials, stays.
 
-    A name that ends in "+graphs" runs its stages as CUDA graphs.
+    A name that ends in "+graphs" runs its stages as CUDA graphs, one in "+accelerated" with ``split.accelerate()``.
     """
 
     name: str
@@ -159,11 +159,12 @@ class OurRow:
     @contextmanager
     def build(self) -> Iterator[Step]:
         case, (x, target) = self.case, self.case.batch()
-        name, graphs, _ = self.name.partition("+graphs")
+        name, _, how = self.name.partition("+")
+        split.accelerate(how == "accelerated")
         known = name != "auto" or self.schedule is not None
         pipe = pipeline.Pipeline(
             case.model(), schedule=self.schedule or name, n_microbatches=case.microbatches, loss_fn=F.mse_loss,
-            cuda_graphs=bool(graphs),
+            cuda_graphs=how == "graphs",
             sample=None if known else x[: case.rows], sample_target=None if known else target[: case.rows],
         )  # fmt: skip
         with closing(pipe):
@@ -289,7 +290,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps that follow each other in one timing")
     parser.add_argument("--dims", default=None)
     parser.add_argument("--limit", type=float, default=600, help="after so many seconds, GPU ranks say where they hang")
-    parser.add_argument("--ours", default=",".join(OURS), help="schedules; NAME+graphs runs stages as CUDA graphs")
+    parser.add_argument("--ours", default=",".join(OURS), help="schedules, also NAME+graphs, NAME+accelerated")
     parser.add_argument("--torchs", default=",".join(TORCH))
     arguments = parser.parse_args()
     dims = arguments.dims or ("2048" if arguments.device == "cuda" else "64,256,512")
