@@ -42,7 +42,7 @@ from models import gpt
 from gloo import free_port, join_group
 from small_gpus import become_small_gpu, mps
 from sternway import pipeline, split
-from sternway.schedule import Costs, Schedule, Timeline
+from sternway.schedule import Costs, Schedule, Timeline, lower_bound
 
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
@@ -268,9 +268,23 @@ def _one_step(row: OurRow) -> dict[str, Any]:
         "idle_ms": [1e3 * s for s in row.timeline.idle],
         "action_ms": _by_kind(row.timeline),
         "planned_ms": 1e3 * row.schedule.simulate(row.costs).period,
+        "bound_ms": 1e3 * _bound(row),  # no order of these stages can be faster, with these costs
         "costs": repr(row.costs),
         "tried": row.tried,
     }
+
+
+def _bound(row: OurRow) -> float:
+    assert row.schedule is not None, "there is a round"
+    assert row.costs is not None
+    stages, ranks = row.schedule.placement[0], row.case.ranks
+    return lower_bound(
+        row.costs,
+        ranks=ranks,
+        microbatches=row.case.microbatches,
+        stages_per_rank=len(stages),
+        looped=stages == (0, ranks),
+    )
 
 
 def _by_kind(timeline: Timeline) -> dict[str, float]:
@@ -325,6 +339,13 @@ def print_table(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> No
         print(f"| {name} | " + " | ".join(f"{row['efficiency'][name]:.2f}" for row in rows) + " |")
     print("| **ours over torch's best** | " + " | ".join(f"**{row['over_torch'] or 0:.2f}**" for row in rows) + " |")
     print("| one process, ms | " + " | ".join(f"{row['one_process_ms']:.1f}" for row in rows) + " |")
+    if all("auto" in row["one_step"] for row in rows):
+        each = [row["one_step"]["auto"] for row in rows]
+        measured = [row["step_ms"]["sternway auto"] for row in rows]
+        bounds = [row["one_process_ms"] / (row["ranks"] * one["bound_ms"]) for row, one in zip(rows, each, strict=True)]
+        planned = [one["planned_ms"] / ms for one, ms in zip(each, measured, strict=True)]
+        print("| bound of all orders, by the costs of auto | " + " | ".join(f"{bound:.2f}" for bound in bounds) + " |")
+        print("| planned / measured step, auto | " + " | ".join(f"{ratio:.2f}" for ratio in planned) + " |")
     print("| auto chose | " + " | ".join(row["schedules"].get("auto", "") for row in rows) + " |")
 
 
