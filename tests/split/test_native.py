@@ -10,11 +10,13 @@ import pytest
 import torch
 from models import MODELS, convnet, gpt
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from sternway import saved, split
 from sternway._torch import native
 from sternway.errors import PendingError, SplitError, UnsupportedTorch
+from sternway.pipeline import LocalTransport, Pipeline
 from sternway.split import Pending
 from sternway.split.eager._native import NativeWork
 
@@ -156,6 +158,116 @@ def test_it_is_used_and_holds_as_much(make: Callable[[], nn.Module]) -> None:
         held.append((pending.nbytes, set(pending.deferred), set(pending.ready)))
         pending.run()
     assert held[0] == held[1]
+
+
+class Tokens(nn.Module):
+    """Two embeddings, of which the second is added to data, and a product with the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.out = nn.Embedding(7, 4), nn.Embedding(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.one(x) + self.two(x % 3))
+        return y
+
+
+class Frozen(nn.Module):
+    """Low-rank products beside a frozen weight, and with it: ``x (W + A B)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+        self.a, self.b = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 4))
+        self.is_merged = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_merged:
+            return x @ (self.weight + self.a @ self.b)
+        return x @ self.weight + x @ self.a @ self.b
+
+
+FIRST_STAGES: dict[str, Callable[[], nn.Module]] = {
+    "products": linears,
+    "a product alone": lambda: nn.Linear(4, 4),
+    "convolutions": lambda: nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2), nn.Conv1d(3, 2, 2)),
+    "embeddings": Tokens,
+    "low rank": Frozen,
+}
+
+
+@pytest.mark.parametrize("name", FIRST_STAGES)
+def test_a_first_stage_has_no_input_to_ask_for(name: str) -> None:
+    torch.manual_seed(0)
+    model = FIRST_STAGES[name]()
+    x = torch.randint(7, (3, 4)) if isinstance(model, Tokens) else torch.randn(3, 4)
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    expected = torch.autograd.grad(model(x).square().sum(), wanted)
+    found, held = [], []
+    for on in (True, False):
+        split.accelerate(on)
+        model.zero_grad()
+        loss = model(x).square().sum()
+        none, pending = split.backward_input(loss)
+        assert none == ()
+        assert is_used(pending) is on
+        held.append((pending.nbytes, set(pending.deferred), set(pending.ready)))
+        with pytest.raises((SplitError, RuntimeError), match="a second time"):
+            split.backward_input(loss)
+        pending.run()
+        found.append([parameter.grad for parameter in wanted])
+    assert held[0] == held[1]
+    assert_bitwise(*found)
+    for got, want in zip(found[0], expected, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_weights_made_of_weights_are_left_to_python() -> None:
+    model = Frozen()
+    model.is_merged = True
+    x = torch.randn(3, 4)
+    _, pending = split.backward_input(model(x).sum())
+    assert not is_used(pending)
+    pending.run()
+    expected = torch.autograd.grad(model(x).sum(), [model.a, model.b])
+    assert_bitwise([model.a.grad, model.b.grad], list(expected))
+
+
+def test_an_edge_may_stand_for_an_output() -> None:
+    model, x = linears(), torch.randn(3, 4, requires_grad=True)
+    grads = torch.randn(3, 4)
+    expected = list(torch.autograd.grad(model(x), [x, *model.parameters()], grads))
+    y = model(x)
+    edge, freed = get_gradient_edge(y), weakref.ref(y)
+    del y
+    assert freed() is None
+    grad, pending = split.backward_input(edge, grads, x)
+    assert is_used(pending)
+    pending.run()
+    assert_bitwise([grad, *(parameter.grad for parameter in model.parameters())], expected)
+
+
+def test_every_stage_of_a_pipeline_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[bool] = []
+    run = Pending.run
+    monkeypatch.setattr(Pending, "run", lambda self: (used.append(is_used(self)), run(self)))
+    model = gpt(16, 4, heads=2)
+    x, target = torch.randn(8, 5, 16), torch.randn(8, 5, 16)
+    nn.functional.mse_loss(model(x), target).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    pipe = Pipeline(
+        model,
+        schedule="zb-h1",
+        n_microbatches=4,
+        ranks=4,
+        loss_fn=nn.functional.mse_loss,
+        transport=LocalTransport(),
+    )
+    pipe.step(x, target=target)
+    assert used == [True] * 16
+    for parameter, want in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, want)
 
 
 def test_a_hook_in_the_graph_leaves_it_to_python() -> None:

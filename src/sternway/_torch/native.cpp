@@ -51,6 +51,7 @@ py::object to_python(const Tensor& tensor) {
 
 struct Kinds {
   py::function look; // gives the role of a node, and which of its operands have rules
+  py::function takes_data; // whether what a node makes is an activation of a graph without inputs, not a weight
   py::tuple ordinary; // the types of tensors that no subclass has a say in
   std::unordered_map<std::type_index, Kind> known;
 
@@ -178,7 +179,7 @@ struct Part {
   }
 
   void keep_grad(const Tensor& arrived, const Kinds& kinds) {
-    is_odd |= !kinds.are_ordinary(arrived) || (transposed && !is_product());
+    is_odd |= !kinds.are_ordinary(arrived) || !arrived.is_cpu() || (transposed && !is_product());
     grad = Kept(arrived);
   }
 
@@ -264,7 +265,7 @@ class Cuts : public std::enable_shared_from_this<Cuts> {
  public:
   explicit Cuts(std::shared_ptr<Kinds> kinds) : kinds_(std::move(kinds)) {}
 
-  bool make(const std::vector<Tensor>& roots, const py::list& inputs);
+  bool make(const py::list& roots, const py::list& inputs);
   void arrive(size_t at, const Tensor& grad);
   void hook(py::function before_reading);
   void release();
@@ -275,7 +276,8 @@ class Cuts : public std::enable_shared_from_this<Cuts> {
   py::list run();
 
   std::vector<bool> reached; // which inputs
-  py::list others; // cuts that Python reads: a node, and its parts
+  py::list others; // cuts that Python reads: a node, its parts, and whether it runs in I
+  py::list bottom; // nodes of the other cuts that do not: nothing lies below them
 
   py::list leaves(bool late) const {
     py::list found;
@@ -317,7 +319,8 @@ class Cuts : public std::enable_shared_from_this<Cuts> {
         std::find(inputs_.begin(), inputs_.end(), edge) != inputs_.end();
   }
 
-  bool leads_to_input(const Node* start);
+  bool takes_data(const NodePtr& node) const;
+  bool leads_on(const NodePtr& start);
   bool find_leaf(const Edge& edge, NodePtr& leaf, bool& transposed) const;
   bool find_parts(const Node& node, const Positions& operands, std::vector<std::tuple<size_t, NodePtr, bool>>& found);
   bool cut(const NodePtr& node, const Kind& kind, uint64_t& skipped);
@@ -326,26 +329,40 @@ class Cuts : public std::enable_shared_from_this<Cuts> {
   size_t place(const NodePtr& leaf, bool late);
 };
 
-bool Cuts::leads_to_input(const Node* start) { // as Search in Python: depth first, without recursion
-  std::vector<const Node*> stack{start};
+// Whether a node makes an activation of a graph without inputs: as takes_data in Python.
+bool Cuts::takes_data(const NodePtr& node) const {
+  const Kind& kind = kinds_->of(node);
+  if (!kind.is_cut()) return false;
+  bool has_all = node->num_outputs() > 1;
+  for (size_t i = 0; i < node->num_outputs(); i++) {
+    has_all &= node->next_edge(i).function || std::count(kind.biases.begin(), kind.biases.end(), i) != 0;
+  }
+  if (has_all) return false;
+  const py::object seen = to_python(node);
+  return kinds_->takes_data(seen, seen.attr("next_functions")).cast<bool>();
+}
+
+// Whether an input lies behind a node; in a graph without inputs, data. Depth first, without recursion, as Search.
+bool Cuts::leads_on(const NodePtr& start) {
+  std::vector<const NodePtr*> stack{&start};
   while (!stack.empty()) {
-    const Node* node = stack.back();
-    if (leads_.count(node)) {
+    const NodePtr& node = *stack.back();
+    if (leads_.count(node.get())) {
       stack.pop_back();
       continue;
     }
     const size_t before = stack.size();
-    bool leads = false;
+    bool leads = inputs_.empty() && takes_data(node);
     for (const Edge& edge : node->next_edges()) {
       if (!edge.function || leads) continue;
       const auto found = leads_.find(edge.function.get());
       leads = is_input(edge) || (found != leads_.end() && found->second);
-      if (found == leads_.end()) stack.push_back(edge.function.get());
+      if (found == leads_.end()) stack.push_back(&edge.function);
     }
     if (leads) stack.resize(before);
-    if (stack.size() == before) leads_[node] = leads;
+    if (stack.size() == before) leads_[node.get()] = leads;
   }
-  return leads_[start];
+  return leads_[start.get()];
 }
 
 // The leaf that an edge leads to through transposes and casts alone: as direct_target in Python.
@@ -395,7 +412,7 @@ bool Cuts::find_parts(const Node& node, const Positions& operands, std::vector<s
     bool transposed = false;
     if (find_leaf(edge, leaf, transposed)) {
       found.emplace_back(position, leaf, transposed);
-    } else if (!is_input(edge) && !leads_to_input(edge.function.get())) {
+    } else if (!is_input(edge) && !leads_on(edge.function)) {
       return false;
     }
   }
@@ -427,16 +444,16 @@ bool Cuts::cut(const NodePtr& node, const Kind& kind, uint64_t& skipped) {
     skipped |= uint64_t{1} << position;
     deferred_.insert(leaf.get());
   }
-  bool goes_on = false; // otherwise nothing lies below it, and I does not run it
+  bool goes_on = false; // otherwise nothing lies below it, and I does not run it: only in a graph without inputs
   for (size_t i = 0; i < node->num_outputs(); i++) goes_on |= node->next_edge(i).function && !(i < 64 && skipped >> i & 1);
-  if (!goes_on || !leads_to_input(node.get())) return false;
+  if (!inputs_.empty() && !(goes_on && leads_on(node))) return false;
   if (!kind.is_read_here()) {
     py::list parts;
     for (const auto& [position, leaf, transposed] : found) {
       const Edge& edge = node->next_edge(position);
       parts.append(py::make_tuple(to_python(edge.function), edge.input_nr, to_python(leaf), transposed, position));
     }
-    others.append(py::make_tuple(to_python(node), parts));
+    others.append(py::make_tuple(to_python(node), parts, goes_on));
     return true;
   }
   Cut made{node, kind.role, {}};
@@ -455,7 +472,8 @@ bool Cuts::cut(const NodePtr& node, const Kind& kind, uint64_t& skipped) {
     }
   }
   if (sides.alpha.isComplex() || sides.alpha.isSymbolic() || !sides.beta.equal(1)) return false;
-  if (made.packed.empty() && !read(made)) return false;
+  if (made.packed.empty() ? !read(made) : !goes_on) return false;
+  if (!goes_on) bottom.append(to_python(node));
   cuts_.push_back(std::move(made));
   return true;
 }
@@ -479,21 +497,28 @@ bool Cuts::read(Cut& cut) {
   return true;
 }
 
+// The place in the graph that Python has as a node and a number; a node of a custom Function gives none.
+std::optional<Edge> place_of(const py::handle& place) {
+  const auto [node, index] = place.cast<std::tuple<py::object, uint32_t>>();
+  if (!torch::autograd::THPCppFunction_Check(node.ptr())) return std::nullopt;
+  return Edge(reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata, index);
+}
+
 // Walk the graph from its roots, as _Planner.walk in Python. False where it has anything unusual; nothing has happened.
-bool Cuts::make(const std::vector<Tensor>& roots, const py::list& inputs) try {
+bool Cuts::make(const py::list& roots, const py::list& inputs) try {
   for (const auto& input : inputs) {
-    const auto [node, index] = input.cast<std::tuple<py::object, uint32_t>>();
-    if (!torch::autograd::THPCppFunction_Check(node.ptr())) return false;
-    inputs_.emplace_back(reinterpret_cast<torch::autograd::THPCppFunction*>(node.ptr())->cdata, index);
-    input_nodes_.insert(inputs_.back().function.get());
+    const auto place = place_of(input);
+    if (!place) return false;
+    inputs_.push_back(*place);
+    input_nodes_.insert(place->function.get());
   }
   spine_.reserve(1024), leads_.reserve(1024);
   reached.resize(inputs_.size());
   std::vector<NodePtr> stack;
-  for (const Tensor& root : roots) {
-    const Edge edge = torch::autograd::impl::gradient_edge(root);
-    if (!edge.function || is_input(edge)) return false;
-    stack.push_back(edge.function);
+  for (const auto& root : roots) {
+    const auto place = place_of(root);
+    if (!place || is_input(*place) || !place->function->input_metadata(place->input_nr).device().is_cpu()) return false;
+    stack.push_back(place->function);
   }
   std::vector<NodePtr> ready;
   while (!stack.empty()) {
@@ -677,13 +702,15 @@ py::list Cuts::run() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using torch::wrap_pybind_function;
-  py::class_<Kinds, std::shared_ptr<Kinds>>(module, "Kinds").def(py::init([](py::function look, py::tuple ordinary) {
-    return std::make_shared<Kinds>(Kinds{std::move(look), std::move(ordinary), {}});
-  }));
+  py::class_<Kinds, std::shared_ptr<Kinds>>(module, "Kinds")
+      .def(py::init([](py::function look, py::function takes_data, py::tuple ordinary) {
+        return std::make_shared<Kinds>(Kinds{std::move(look), std::move(takes_data), std::move(ordinary), {}});
+      }));
   py::class_<Cuts, std::shared_ptr<Cuts>>(module, "Cuts")
       .def(py::init<std::shared_ptr<Kinds>>())
       .def_readonly("reached", &Cuts::reached)
       .def_readonly("others", &Cuts::others)
+      .def_readonly("bottom", &Cuts::bottom)
       .def("make", wrap_pybind_function(&Cuts::make))
       .def("leaves", wrap_pybind_function(&Cuts::leaves))
       .def("nodes", wrap_pybind_function(&Cuts::nodes))

@@ -126,9 +126,10 @@ def backward_input(
             native.finish([*map(itemgetter(1), at_leaves), *islice(answers, len(native.asked))]) if native else None
         )
         at_branches = list(zip(plan.branches, answers, strict=False))
-        for cut in bottom:
-            spend(cut.node)
-    UNSEEN.count_own(len(bottom))
+        unrun = [*[cut.node for cut in bottom], *(native.bottom if native else ())]
+        for node in unrun:
+            spend(node)
+    UNSEEN.count_own(len(unrun))
     work, undefined = _left_for_w(plan, () if native else at_leaves, at_branches, offers, exact)
     if by_native:
         work, undefined = [by_native[0], *work], by_native[1] + undefined

@@ -58,7 +58,7 @@ class Behind:
         self._inputs = inputs
         self._to_input = Search(lambda node, edges: not inputs.isdisjoint(edges))
         self._to_rule = Search(lambda node, edges: type(node).__name__ in RULES or not inputs.isdisjoint(edges))
-        self._to_data = Search(_takes_data)
+        self._to_data = Search(takes_data)
         self._to_checkpoint = Search(lambda node, edges: packing(node) == "checkpoint")
 
     def is_chain(self, edge: Edge) -> bool:
@@ -78,7 +78,8 @@ class Behind:
         return self._to_checkpoint.behind(edge[0])
 
 
-def _takes_data(node: Node, edges: Sequence[Edge]) -> bool:
+def takes_data(node: Node, edges: Sequence[Edge]) -> bool:
+    """Whether a node is a product or a lookup with data, in a graph without inputs; these are its edges."""
     operands = RULES.get(type(node).__name__)
     if operands is None:
         return False

@@ -66,7 +66,7 @@ class CutModel:
 
     def buffers_inside(self) -> dict[int, Tensor]:
         """The buffers that the pieces have now, by id."""
-        return {id(buffer): buffer for module in self._inside for buffer in own_buffers(module)}
+        return {id(buffer): buffer for buffer in own_buffers(self._inside)}
 
     def buffers_outside(self) -> dict[tuple[str, str], tuple[Tensor, int]]:
         """The buffers that code between the pieces may use, by module and name, and what they are now."""

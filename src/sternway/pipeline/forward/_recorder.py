@@ -84,7 +84,7 @@ class Recorder(Follower):
         used = self._keys_of(given)
         self._use_kept(self._pieces[name])
         versions = {key: version_of(tensor) for key, tensor in self._values.items()}
-        state = [[(b, version_of(b)) for b in own_buffers(each)] for each in self._pieces[name].modules()]
+        state = [[(b, version_of(b)) for b in own_buffers([each])] for each in self._pieces[name].modules()]
         objects = GivenObjects(args, kwargs)
         self._aside = True
         try:

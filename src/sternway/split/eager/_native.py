@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from sternway._torch import require
 from sternway._torch.native import ROLES, TERMS
@@ -31,8 +32,10 @@ from sternway._torch.parallel import in_process_group
 from sternway._torch.tensors import ORDINARY, version_of
 from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator
+from sternway.split._behind import takes_data
 from sternway.split._later import Later, Product
 from sternway.split._part import Cut, Edge, Node, Part, changed_between, packing_of
+from sternway.split._places import edge_of
 from sternway.split._plan import SplitPlan
 from sternway.split._rules import RULES, Operands
 from sternway.split._unsupported import UNSUPPORTED
@@ -61,7 +64,7 @@ class _Extension:
     def cuts(self) -> Any:
         """Cuts to be made of a graph."""
         if self._rules != RULES:  # a rule was added since
-            self._kinds, self._rules = self.module.Kinds(_look, ORDINARY), dict(RULES)
+            self._kinds, self._rules = self.module.Kinds(_look, takes_data, ORDINARY), dict(RULES)
         return self.module.Cuts(self._kinds)
 
 
@@ -91,6 +94,7 @@ class NativeCuts:
     def __init__(self, cuts: Any, holders: Sequence[Sequence[Any]], quiet: bool) -> None:
         self._cuts, self._holders = cuts, holders
         self.asked: list[Node] = cuts.nodes() if quiet else []  # the engine is asked for the gradients there
+        self.bottom: list[Node] = cuts.bottom  # of these, those that it does not run
         self._hooks = not quiet
 
     @contextmanager
@@ -115,32 +119,32 @@ class NativeCuts:
         return NativeWork(self._cuts), missed
 
 
-def native_plan(tensors: Sequence[Tensor], inputs: Collection[Edge], exact: bool) -> SplitPlan | None:
+def native_plan(roots: Sequence[Tensor | GradientEdge], inputs: Collection[Edge], exact: bool) -> SplitPlan | None:
     """The plan of a graph for which the extension does; None for any other, or where it is not switched on."""
-    if not EXTENSION.is_on or exact or not inputs or torch.is_anomaly_enabled():
+    if not EXTENSION.is_on or exact or torch.is_anomaly_enabled():
         return None
-    if not all(type(tensor) in ORDINARY and tensor.is_cpu for tensor in tensors):
+    if not all(type(root) is GradientEdge or type(root) in ORDINARY for root in roots):
         return None
     require("split")
     if in_process_group():
         require("split.parallel")
     found, places = EXTENSION.cuts(), list(dict.fromkeys(inputs))
-    if not found.make(tensors, places):
+    if not found.make(list(map(edge_of, roots)), places):
         return None
     held = found.packed()
     if not held:  # nothing to read there
         return None
-    cuts = [_cut(node, parts) for node, parts in found.others]
+    cuts = [_cut(*each) for each in found.others]
     kinds = {packing_of(packed) for packed in held} | {cut.packing for cut in cuts}
-    if not kinds <= {None, "checkpoint"}:
+    quiet = "checkpoint" not in kinds
+    if not kinds <= {None, "checkpoint"} or not (quiet or inputs):
         return None
     reached = [place for place, there in zip(places, found.reached, strict=True) if there]
-    ready, quiet = found.leaves(False), "checkpoint" not in kinds
     native = NativeCuts(found, held, quiet)
-    return SplitPlan(cuts, ready, reached, [], [], False, [], [], [], quiet, native)
+    return SplitPlan(cuts, found.leaves(False), reached, [], [], False, [], [], [], quiet, native)
 
 
-def _cut(node: Node, found: list[tuple[Node, int, Node, bool, int]]) -> Cut:
+def _cut(node: Node, found: list[tuple[Node, int, Node, bool, int]], runs_in_i: bool) -> Cut:
     """A cut that Python reads."""
     operands = RULES[type(node).__name__]
     functions = {each.position: each.function for each in operands.weights + operands.lefts + operands.biases}
@@ -148,7 +152,7 @@ def _cut(node: Node, found: list[tuple[Node, int, Node, bool, int]]) -> Cut:
         Part((child, at), leaf, transposed, place, functions[place]) for child, at, leaf, transposed, place in found
     ]
     holders = packed_by_hooks(node)
-    return Cut(node, parts, packing_of(holders), True, holders)
+    return Cut(node, parts, packing_of(holders), runs_in_i, holders)
 
 
 @final
