@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 import torch
@@ -49,6 +49,16 @@ def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
             except (RuntimeError, NotImplementedError):  # a tensor without storage
                 continue
     return sizes
+
+
+def lies_in(tensor: Tensor, storages: Set[int]) -> bool:
+    """Whether a tensor has one of these storages, given by number."""
+    if type(tensor) is Tensor and tensor.layout is torch.strided:
+        try:
+            return storage_id(tensor) in storages
+        except (RuntimeError, NotImplementedError):  # a tensor without storage
+            return False
+    return not storages.isdisjoint(storage_sizes([tensor]))
 
 
 def storage_bytes(tensors: Iterable[Tensor], apart: Iterable[Tensor] = ()) -> int:

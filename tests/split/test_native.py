@@ -17,8 +17,8 @@ from sternway import saved, split
 from sternway._torch import native
 from sternway.errors import PendingError, SplitError, UnsupportedTorch
 from sternway.pipeline import LocalTransport, Pipeline
-from sternway.split import Pending
-from sternway.split.eager._native import NativeWork
+from sternway.split import Pending, _accelerate
+from sternway.split.eager._native import EXTENSION, NativeWork
 
 
 @pytest.fixture(autouse=True)
@@ -404,6 +404,30 @@ def test_an_error_in_i_leaves_no_hook_behind() -> None:
     pending.run()
     expected = torch.autograd.grad(call(x), [x, layer.weight, layer.bias], torch.ones(3, 4))
     assert_bitwise([grad, layer.weight.grad, layer.bias.grad], list(expected))
+
+
+def test_it_is_tried_apart_from_what_the_caller_has_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EXTENSION, "was_tried", False)
+    with torch.no_grad(), torch.device("meta"):
+        split.accelerate()
+    assert EXTENSION.is_on
+    assert EXTENSION.was_tried
+
+
+def test_a_trial_that_fails_leaves_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> bool:
+        raise RuntimeError("no memory")
+
+    split.accelerate(False)
+    monkeypatch.setattr(EXTENSION, "was_tried", False)
+    monkeypatch.setattr(_accelerate, "_equals_autograd", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        split.accelerate()
+    assert not EXTENSION.is_on
+    monkeypatch.setattr(_accelerate, "_equals_autograd", lambda: False)
+    with pytest.raises(UnsupportedTorch, match="must split a small graph as autograd does"):
+        split.accelerate()
+    assert not EXTENSION.is_on
 
 
 def test_no_compiler_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from compare import assert_same_grads, twin
 from sternway import split
-from sternway.errors import PendingError
+from sternway.errors import PendingError, SplitError
 from sternway.split import _accumulate
 from sternway.split.eager._native import EXTENSION
 
@@ -70,6 +71,69 @@ def test_two_parameters_whose_gradients_are_the_same_memory(monkeypatch: pytest.
     assert called
     assert all(len(set(memories)) == len(memories) for memories in called)
     torch.testing.assert_close(shared, 5 + 5 * second.weight.detach().sum(0))
+
+
+def _of_grad(weight: Tensor, x: Tensor, read: str) -> tuple[Tensor, Tensor]:
+    """What is made of ``weight.grad`` in some way, and the gradient that is to arrive there."""
+    grad, ones = weight.grad, torch.ones(4, 4)
+    assert grad is not None
+    match read:
+        case "left":
+            return (grad @ weight) * x.sin(), ones
+        case "right":
+            return (weight @ grad) * x.sin(), ones
+        case "view":
+            return x.sin() @ weight + grad.t()[1:].reshape(-1)[:4].expand(4, 4) @ weight, ones
+        case "compiled":
+            call = torch.compile(lambda some, other: some @ other, backend="sternway", options={"inner": "eager"})
+            return call(grad, weight) * x.sin(), ones
+        case "learned":
+            return Scaled.apply(weight, grad) * x.sin(), ones
+    return x.sin() @ weight, grad
+
+
+class Scaled(torch.autograd.Function):
+    """A Function whose backward reads what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return weight * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (grad * ctx.saved_tensors[0] if ctx.needs_input_grad[0] else None), None
+
+
+@pytest.mark.parametrize("read", ["left", "right", "view", "compiled", "learned", "arriving"])
+def test_a_grad_that_the_graph_reads_is_read_as_it_was(read: str) -> None:
+    before, weight, x = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    weight.grad = before.clone()
+    y, grad = _of_grad(weight, x, read)
+    expected = torch.autograd.grad(y, [x, weight], grad, retain_graph=read != "compiled")
+    if read == "compiled":
+        y, grad = _of_grad(weight, x, read)
+    grad_of_x, pending = split.backward_input(y, grad, x)
+    pending.run()
+    torch.testing.assert_close((grad_of_x, weight.grad), (expected[0], before + expected[1]))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_grad_that_another_parameters_gradient_is_made_of(last: bool) -> None:
+    """W adds to the one while the other is still to be computed."""
+    one, other, x = (torch.randn(4, 4, requires_grad=True) for _ in range(3))
+    one.grad, other.grad = torch.ones(4, 4), torch.ones(4, 4)
+    y = (one.grad @ other) * x.sin()
+    y = y @ one if last else x.cos() @ one + y
+    expected = torch.autograd.grad(y, [one, other], torch.ones(4, 4), retain_graph=True)
+    split.backward_input(y, torch.ones(4, 4), x)[1].run()
+    torch.testing.assert_close([one.grad, other.grad], [1 + each for each in expected])
+
+
+def test_forward_mode_is_refused() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(SplitError, match="must not run in forward mode"):
+        split.backward_input(layer(x).sum(), None, x)
 
 
 def test_first_gradients_share_memory_with_nothing() -> None:

@@ -73,6 +73,11 @@ def newest_sequence_number() -> int:
     return torch._C._autograd._get_sequence_nr() - 1
 
 
+def in_forward_mode() -> bool:
+    """Whether tangents are computed, as in ``torch.autograd.forward_ad.dual_level()``."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def current_graph_task() -> int:
     """The number of the backward that runs in this thread, or -1."""
     return torch._C._current_graph_task_id()

@@ -271,6 +271,7 @@ class Cuts : public std::enable_shared_from_this<Cuts> {
   void release();
   py::list finish(const py::list& grads);
   std::optional<Tensor> changed() const;
+  bool reads(const py::iterable& storages) const;
   std::vector<Tensor> tensors() const;
   py::list take();
   py::list run();
@@ -639,6 +640,22 @@ std::optional<Tensor> Cuts::changed() const {
   return std::nullopt;
 }
 
+// Whether anything that W reads lies in one of these storages, given by their addresses, or could.
+bool Cuts::reads(const py::iterable& storages) const {
+  ska::flat_hash_set<uintptr_t> among;
+  for (const auto& each : storages) among.insert(each.cast<uintptr_t>());
+  for (const Leaf& leaf : leaves_) {
+    for (const Part& part : leaf.parts) {
+      for (const Tensor* each : {&part.grad.tensor, &part.known.tensor}) {
+        if (part.is_odd && each->defined() && !kinds_->are_ordinary(*each)) return true; // Python knows what is in it
+        if (!each->has_storage()) continue;
+        if (among.count(reinterpret_cast<uintptr_t>(each->storage().unsafeGetStorageImpl()))) return true;
+      }
+    }
+  }
+  return false;
+}
+
 std::vector<Tensor> Cuts::tensors() const {
   std::vector<Tensor> found;
   for (const Leaf& leaf : leaves_) {
@@ -719,6 +736,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("release", wrap_pybind_function(&Cuts::release))
       .def("finish", wrap_pybind_function(&Cuts::finish))
       .def("changed", wrap_pybind_function(&Cuts::changed))
+      .def("reads", wrap_pybind_function(&Cuts::reads))
       .def("tensors", wrap_pybind_function(&Cuts::tensors))
       .def("take", wrap_pybind_function(&Cuts::take))
       .def("run", wrap_pybind_function(&Cuts::run));

@@ -42,6 +42,14 @@ def needs_grad(tensor: Tensor) -> bool:
         return tensor.requires_grad
 
 
+def grad_of(tensor: Tensor) -> Tensor | None:
+    """``tensor.grad``, of a subclass too that refuses to be read."""
+    if type(tensor) in ORDINARY:
+        return tensor.grad
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.grad
+
+
 def layout_enforced() -> bool:
     """Whether a first ``.grad`` must have its parameter's strides: ``torch.autograd.enforce_grad_layout_policy``."""
     asked = getattr(torch._C, "_is_grad_layout_enforcement_enabled", None)  # torch 2.13 and later

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 
 from sternway._torch import require
@@ -32,24 +34,28 @@ def accelerate(on: bool = True) -> None:
     if on and EXTENSION.module is None:
         require("split.native")
         EXTENSION.module = load_extension()
-    EXTENSION.is_on = on
     if on and not EXTENSION.was_tried:
-        EXTENSION.is_on = _equals_autograd()
-        if not EXTENSION.is_on:
+        with ThreadPoolExecutor(1) as apart:  # where no mode of the caller's, such as no_grad, is on
+            EXTENSION.was_tried = apart.submit(_equals_autograd).result()
+        if not EXTENSION.was_tried:
             raise UnsupportedTorch(
                 "the extension in C++ must split a small graph as autograd does",
                 got=f"other gradients with torch {torch.__version__}",
                 fix="do not call split.accelerate() with this release: the split works without",
             )
-        EXTENSION.was_tried = True
+    EXTENSION.is_on = on
 
 
 def _equals_autograd() -> bool:
-    """Whether the gradients of a small graph are those of a plain backward."""
+    """Whether the extension's gradients of a small graph are those of a plain backward."""
     leaves = weight, bias, x = [torch.linspace(-1, 1, count).requires_grad_() for count in (12, 3, 8)]
     loss = torch.addmm(bias, x.sin().view(2, 4), weight.view(4, 3)).square().sum()
     expected = torch.autograd.grad(loss, leaves, retain_graph=True)
     weight.grad, bias.grad = torch.zeros_like(weight), torch.zeros_like(bias)
-    found, pending = backward_input(loss, None, x)
+    EXTENSION.is_on = True
+    try:
+        found, pending = backward_input(loss, None, x)
+    finally:
+        EXTENSION.is_on = False
     pending.run()
     return all(map(torch.allclose, (weight.grad, bias.grad, found), expected))

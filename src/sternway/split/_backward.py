@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import handle_torch_function, has_torch_function
 
 from sternway._torch.autograd import edge_of as gradient_edge
-from sternway._torch.autograd import gradients_at
+from sternway._torch.autograd import gradients_at, in_forward_mode
 from sternway._torch.failures import failure_of
 from sternway._torch.functions import calling_instead, functions_outlive_graphs
 from sternway._torch.parallel import in_process_group
@@ -86,6 +86,12 @@ def backward_input(
     if torch.is_inference_mode_enabled():  # gradients of that mode could not be added to later
         with torch.inference_mode(False):
             return backward_input(outputs, grad_outputs, inputs, exact=exact, own_thread=own_thread)
+    if in_forward_mode():
+        raise SplitError(
+            "the split must not run in forward mode: what W keeps has no tangents",
+            got="backward_input within torch.autograd.forward_ad.dual_level()",
+            fix="call torch.autograd.backward there, or leave dual_level() before",
+        )
     tensors, grads = roots_of(outputs, grad_outputs)
     others = [tensor for tensor in tensors if type(tensor) not in ORDINARY]
     if others and has_torch_function(others):  # a subclass may stand for another tensor, which it then passes to us

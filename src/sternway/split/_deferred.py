@@ -5,7 +5,7 @@ Beside the two is ``Pending``, which holds deferred work until ``run()``, and ``
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Protocol
 
 from torch import Tensor
@@ -34,6 +34,9 @@ class Deferred(Protocol):
 
     def check(self) -> None:
         """Raise PendingError if a tensor that is held was changed in place."""
+
+    def keep_apart(self, written: Set[int]) -> None:
+        """Hold copies of what lies in the storages that W writes to, given by number: it reads them as they were."""
 
     def run(self, accumulator: Accumulator) -> None:
         """Compute the gradients into the accumulator, and free what was held. Called once."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from torch import Tensor
 
+from sternway._storage import lies_in
 from sternway._torch.tensors import version_of
 from sternway.saved import Packed
 
@@ -43,6 +44,13 @@ class Later:
     def pack(self, pack: Callable[[Tensor], Packed]) -> None:
         """Pack what is kept, until ``unpack()``."""
         self._keep(*(pack(each) if isinstance(each, Tensor) else each for each in self.kept))
+
+    def keep_apart(self, written: Set[int]) -> None:
+        """Keep copies of what lies in one of these storages."""
+        for each in self.kept:
+            if isinstance(each, Tensor) and lies_in(each, written):
+                self._keep(*[each.clone() if isinstance(each, Tensor) else each for each in self.kept])
+                break
 
     def tensors(self) -> list[Tensor]:
         """The tensors that are kept, and those that packed ones still hold on the device."""

@@ -16,12 +16,12 @@ A rule reads saved tensors that the node itself reads when it runs. Hooks may ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, Literal
 
 from torch import Tensor
 
-from sternway._storage import storage_sizes
+from sternway._storage import lies_in, storage_sizes
 from sternway._torch import require
 from sternway._torch.autograd import gradient_slots
 from sternway._torch.nodes import (
@@ -198,6 +198,14 @@ class Part:
         grad_changed = self.packed is None and version_of(self.grad) != self.version
         if grad_changed or (self.later is not None and self.later.was_changed()):
             raise changed_between(self.grad)
+
+    def keep_apart(self, written: Set[int]) -> None:
+        """Hold copies of what lies in one of these storages, to which W writes."""
+        if self.packed is None and lies_in(self.grad, written):
+            self.grad = self.grad.clone()
+            self.version = version_of(self.grad)
+        if self.later is not None:
+            self.later.keep_apart(written)
 
     def value(self, transposed: bool = False) -> Tensor:
         """The operand's gradient, its last two dimensions swapped if ``transposed``."""

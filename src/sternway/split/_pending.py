@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from sternway._bytes import show_bytes
-from sternway._storage import storage_bytes
+from sternway._storage import storage_bytes, storage_sizes
 from sternway._torch.saved_hooks import sharing
+from sternway._torch.tensors import grad_of, storage_id
 from sternway.errors import PendingError, SplitError
 from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator
@@ -127,8 +128,11 @@ class Pending:
                 fix="call backward_input on a new forward",
             )
         self._state = "failed half-way"
+        written = _storages_of_grads(leaves)
         for each in self._work:
             each.check()
+            if written:
+                each.keep_apart(written)
         group = sharing(self._group) if self._group else nullcontext()
         with torch.no_grad(), hiding(self._ran) as mark, group:
             self._accumulator = accumulator = Accumulator(leaves, self._exact, tell_nodes, mark)
@@ -144,3 +148,12 @@ class Pending:
             f"Pending({self._state}: {len(self.deferred)} parameters deferred, {len(self.ready)} ready, "
             f"{show_bytes(self.nbytes)} held)"
         )
+
+
+def _storages_of_grads(leaves: Iterable[Node]) -> frozenset[int]:
+    """What W adds to, by the storages' numbers. A graph may read it, too: ``.grad`` is a tensor like others."""
+    grads = [grad for leaf in leaves if (grad := grad_of(leaf.variable)) is not None]
+    with suppress(NotImplementedError):  # sparse: it has several
+        if all(type(grad) is Tensor for grad in grads):
+            return frozenset(map(storage_id, grads))
+    return frozenset(storage_sizes(grads))

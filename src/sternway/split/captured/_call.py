@@ -7,7 +7,7 @@ travels along them, unless the parameter has hooks: W adds to ``.grad`` itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -71,6 +71,9 @@ class CapturedWork:
 
     def check(self) -> None:
         """Nobody else has the tensors that are needed."""
+
+    def keep_apart(self, written: Set[int]) -> None:
+        """They are in memory of its own."""
 
     def run(self, accumulator: Accumulator) -> None:
         lease, self._lease = self._lease, None

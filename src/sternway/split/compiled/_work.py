@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sternway._storage import lies_in
 from sternway._torch.dtensors import is_dtensor, with_local_part
 from sternway._torch.tensors import version_of, without_autocast
 from sternway.errors import PendingError
@@ -92,6 +93,13 @@ class CompiledWork:
                 fix="change a copy, or call pending.run() first",
             )
 
+    def keep_apart(self, written: Set[int]) -> None:
+        if self._grads is None and any(lies_in(tensor, written) for tensor in self._held):
+            for values in (self._inputs, self._computed):
+                values[:] = [value.clone() if isinstance(value, Tensor) else value for value in values]
+            self._held = tuple([value for value in (*self._inputs, *self._computed) if isinstance(value, Tensor)])
+            self._versions = [version_of(tensor) for tensor in self._held]
+
     def run(self, accumulator: Accumulator) -> None:
         parameters, numbers = [], []
         for leaf, number in (*self.early.items(), *self.late.items()):
@@ -155,6 +163,9 @@ class CompiledGradient(Later):
 
     def gradient(self, grad: Tensor, transposed: bool = False) -> Tensor:
         return self._work.take(self._number, self._like)
+
+    def keep_apart(self, written: Set[int]) -> None:
+        """The work does so."""
 
     def was_changed(self) -> bool:
         return self._work.was_changed()

@@ -8,7 +8,7 @@ what W may not add to here. Other cuts, such as embeddings, it only finds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -170,14 +170,22 @@ class NativeWork:
 
     def pack(self, policy: Policy) -> None:
         self.check()
+        self._leave_to_python()
+        self._rest.pack(policy)
+
+    def _leave_to_python(self) -> None:
         if parts := _parts(self._cuts.take()):
             self._rest = DirectWork(parts, (), ())
-        self._rest.pack(policy)
 
     def check(self) -> None:
         if (grad := self._cuts.changed()) is not None:
             raise changed_between(grad)
         self._rest.check()
+
+    def keep_apart(self, written: Set[int]) -> None:
+        if self._cuts.reads(written):
+            self._leave_to_python()
+        self._rest.keep_apart(written)
 
     def run(self, accumulator: Accumulator) -> None:
         left = self._cuts.take() if accumulator.is_careful else self._cuts.run()

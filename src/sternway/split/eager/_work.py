@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence, Set
 from functools import reduce
 from itertools import chain
 from typing import final
@@ -38,6 +38,10 @@ class _Parts(ABC):
     def check(self) -> None:
         for part in self.parts():
             part.check()
+
+    def keep_apart(self, written: Set[int]) -> None:
+        for part in self.parts():
+            part.keep_apart(written)
 
 
 @final

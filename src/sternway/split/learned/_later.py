@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from sternway._storage import storage_sizes
+from sternway._storage import lies_in, storage_sizes
 from sternway._torch.tensors import storage_uses, version_of
 from sternway.errors import PendingError
 from sternway.saved import Packed
@@ -69,6 +69,11 @@ class DeferredCall:
             return list(self._found.values())
         held = [each.tensors() if isinstance(each, Packed) else [each] for each in _held(self._call)]
         return [tensor for tensors in held for tensor in tensors if not _is_frozen(tensor)]
+
+    def keep_apart(self, written: Set[int]) -> None:
+        """Make the call now if it reads what lies in one of these storages."""
+        if self._call is not None and any(lies_in(each, written) for each in self.tensors()):
+            self._make()
 
     def was_changed(self) -> bool:
         """Whether a tensor was changed in place since I."""
@@ -147,6 +152,9 @@ class CallGradient(Later):
     def gradient(self, grad: Tensor, transposed: bool = False) -> Tensor:
         value = sum_to(self._of.take(self._index), self._shape).to(self._dtype)
         return value.mT if transposed else value
+
+    def keep_apart(self, written: Set[int]) -> None:
+        self._of.keep_apart(written)
 
     def was_changed(self) -> bool:
         return self._of.was_changed()
