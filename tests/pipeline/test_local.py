@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -71,6 +72,12 @@ def test_a_searched_schedule() -> None:
 
 def test_the_last_microbatch_may_be_smaller() -> None:
     assert_step_equals_one_process(schedule.make("zb-h1", ranks=2, microbatches=4), rows=7)
+
+
+@pytest.mark.parametrize("device", [2, "cda"])
+def test_a_device_that_torch_does_not_have(device: object) -> None:
+    with pytest.raises(PipelineError, match=re.escape(f"that torch has here; got {device!r}. Fix: pass")):
+        LocalTransport(device)  # type: ignore[arg-type]
 
 
 def test_bit_identical_to_one_process_microbatch_by_microbatch() -> None:

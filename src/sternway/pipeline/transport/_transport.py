@@ -124,5 +124,5 @@ def device_of(device: torch.device | str) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise PipelineError(
-            "device must be one that torch knows", got=str(error).splitlines()[0], fix='pass "cpu" or "cuda"'
-        ) from None
+            "device must be one that torch has here", got=repr(device), fix='pass "cpu" or "cuda"'
+        ) from error
