@@ -338,6 +338,43 @@ def test_a_tied_weight() -> None:
     assert_bitwise(ours, grads_of(nn.Sequential(layer, nn.Tanh(), layer)))
 
 
+def test_a_table_that_is_also_a_products_weight_is_left_to_python() -> None:
+    """Python would add to it in another order: the table's gradient before the product's."""
+    torch.manual_seed(0)
+    table, layer, tokens = nn.Embedding(33, 32), nn.Linear(32, 32), torch.randint(33, (50,))
+    before, found = torch.randn(33, 32), []
+    for on in (True, False):
+        split.accelerate(on)
+        split.forward_begins()
+        layer.zero_grad()
+        table.weight.grad = before.clone()
+        h = layer(table(tokens)).tanh()
+        _, pending = split.backward_input((h @ table.weight.t()).square().sum())
+        assert not is_used(pending)
+        pending.run()
+        found.append([table.weight.grad, layer.weight.grad])
+    assert_bitwise(*found)
+
+
+def test_a_packed_pending_runs_hooks_in_the_same_order() -> None:
+    orders = []
+    for on in (True, False):
+        split.accelerate(on)
+        model, seen = linears(), list[str]()
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name, seen=seen: seen.append(name))
+        split.forward_begins()
+        for pack in (False, True):
+            _, pending = begin(model)
+            if pack:
+                pending.pack(saved.compress("bf16"))
+            pending.run()
+        half = len(seen) // 2
+        assert seen[:half] == seen[half:]
+        orders.append(seen)
+    assert orders[0] == orders[1]
+
+
 def test_a_rule_of_the_users_takes_the_place_of_ours() -> None:
     from sternway.split._rules import RULES
 
@@ -383,6 +420,65 @@ def test_a_graph_is_split_once_and_freed() -> None:
         split.backward_input(loss, None, x)
     assert gone() is None
     pending.run()
+
+
+def test_what_lies_below_is_freed_though_python_reads_some_cuts() -> None:
+    """A bilinear layer's cut is read in Python; below the input is a graph that has not run."""
+    below, bilinear, layer = nn.Linear(4, 4), nn.Bilinear(4, 4, 4), nn.Linear(4, 4)
+    factor = torch.randn(3, 4)
+    gone = weakref.ref(factor)
+    h = below(torch.randn(3, 4)) * factor
+    y = layer(bilinear(h, h.detach()))
+    _, pending = split.backward_input(y, torch.ones(3, 4), h)
+    assert is_used(pending)
+    del factor, h, y
+    assert gone() is None
+
+
+def test_the_nodes_that_end_a_first_stage_are_freed() -> None:
+    """I does not run them, so that they keep what they saved, though it may be packed for W."""
+    model, x = linears(), torch.randn(3, 4)
+    gone = weakref.ref(x)
+    _, pending = split.backward_input(model(x).sum())
+    assert is_used(pending)
+    del x
+    assert gone() is None
+
+
+def test_a_hook_that_an_unpack_hook_puts_on_an_activation() -> None:
+    """It runs in I before the cut whose gradient it changes."""
+
+    def begin_late(first: nn.Module, second: nn.Module, x: Tensor) -> Tensor:
+        h = first(x)
+        k = second(h)
+
+        def unpack(packed: Tensor) -> Tensor:
+            h.register_hook(lambda grad: 2 * grad)
+            return packed
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            return k.exp()
+
+    first, second, x = nn.Linear(4, 4), nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    leaves = [x, *first.parameters(), *second.parameters()]
+    expected = torch.autograd.grad(begin_late(first, second, x).sum(), leaves)
+    grad, pending = split.backward_input(begin_late(first, second, x).sum(), None, x)
+    assert is_used(pending)
+    pending.run()
+    torch.testing.assert_close([grad, *(leaf.grad for leaf in leaves[1:])], list(expected))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch reads it as it traces
+def test_a_backward_that_dynamo_compiles_is_left_to_python() -> None:
+    from torch._dynamo import compiled_autograd
+
+    model = linears()
+    expected = grads_of(model)
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        grad, pending = begin(model)
+        assert not is_used(pending)
+        pending.run()
+    torch.testing.assert_close([grad, *(parameter.grad for parameter in model.parameters())], expected)
 
 
 def test_an_error_in_i_leaves_no_hook_behind() -> None:

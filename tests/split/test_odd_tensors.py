@@ -208,6 +208,19 @@ def test_nested_outputs() -> None:
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_input_that_is_a_leaf() -> None:
+    layer, rows = nn.Linear(4, 3), [torch.randn(2, 4), torch.randn(5, 4)]
+    grads = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(5, 3)])
+    x = torch.nested.nested_tensor(rows, requires_grad=True)
+    expected = torch.autograd.grad(layer(x), [x, layer.weight, layer.bias], grads)
+    grad, pending = split.backward_input(layer(x), grads, x)
+    pending.run()
+    torch.testing.assert_close(
+        [*grad.unbind(), layer.weight.grad, layer.bias.grad], [*expected[0].unbind(), *expected[1:]]
+    )
+
+
 def test_an_edge_of_one_element_needs_no_gradient() -> None:
     layer, x = nn.Linear(4, 3), torch.randn(5, 4, requires_grad=True)
     (expected,) = torch.autograd.grad(layer(x).sum(), x)

@@ -6,6 +6,7 @@ import gc
 import itertools
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from models import gpt
 from torch import Tensor, nn
 
 from compare import assert_same_grads, twin
-from sternway import split
+from sternway import saved, split
 from sternway.errors import PendingError, SplitError
 from sternway.split import _accumulate
 from sternway.split.eager._native import EXTENSION
@@ -116,6 +117,23 @@ def test_a_grad_that_the_graph_reads_is_read_as_it_was(read: str) -> None:
     grad_of_x, pending = split.backward_input(y, grad, x)
     pending.run()
     torch.testing.assert_close((grad_of_x, weight.grad), (expected[0], before + expected[1]))
+
+
+@pytest.mark.parametrize("packs", ["forward", "pending"])
+@pytest.mark.parametrize("read", ["left", "arriving"])
+def test_a_grad_that_a_policy_leaves_where_it_is(read: str, packs: str) -> None:
+    """A tensor this small is not worth packing."""
+    before, weight, x = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    weight.grad = before.clone()
+    policy = saved.compress("bf16")
+    with policy if packs == "forward" else nullcontext():
+        y, grad = _of_grad(weight, x, read)
+    expected = torch.autograd.grad(y, weight, grad, retain_graph=True)[0]
+    _, pending = split.backward_input(y, grad, x)
+    if packs == "pending":
+        pending.pack(policy)
+    pending.run()
+    torch.testing.assert_close(weight.grad, before + expected, rtol=0.05, atol=0.1)
 
 
 @pytest.mark.parametrize("last", [False, True])

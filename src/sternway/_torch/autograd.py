@@ -26,18 +26,22 @@ def accumulate_grad() -> type:
 def edge_of(tensor: Tensor) -> GradientEdge:
     """Where a tensor is in the graph, as ``torch.autograd.graph.get_gradient_edge``, for any tensor.
 
-    torch finds a leaf's node through ``view_as``. A sparse tensor has no such view, and a subclass may put nodes of its
-    own between.
+    torch finds a leaf's node through ``view_as``. A sparse or nested tensor has no such view, and a subclass may put
+    nodes of its own between.
     """
     if tensor.grad_fn is None and torch.is_inference_mode_enabled():  # a view that is made there has no node
         with torch.inference_mode(False):
             return edge_of(tensor)
-    if tensor.grad_fn is not None or (type(tensor) is Tensor and tensor.layout is torch.strided):
+    if tensor.grad_fn is not None or (type(tensor) is Tensor and _has_view(tensor)):
         return get_gradient_edge(tensor)
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        probed = tensor.view_as(tensor) if tensor.layout is torch.strided else tensor.clone()
+        probed = tensor.view_as(tensor) if _has_view(tensor) else tensor.clone()
         function: Any = probed.grad_fn
     return GradientEdge(function.next_functions[0][0], 0)
+
+
+def _has_view(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def gradients_at(

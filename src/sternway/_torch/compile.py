@@ -6,10 +6,12 @@ Nothing of it is imported with this module: that takes seconds, and only compile
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from operator import attrgetter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +33,12 @@ original_callable: Callable[[Any], Any] = attrgetter("_torchdynamo_orig_callable
 """The function that ``torch.compile`` was given, of what it returned. Raises AttributeError for anything else."""
 
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
+
+
+def backward_is_compiled() -> bool:
+    """Whether Dynamo compiles the backwards that run now, which takes no hooks of C++. If it is not imported, none."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.compiled_autograd_enabled)
 
 
 def aot_autograd(**options: Any) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
@@ -288,6 +296,17 @@ def _operators() -> bool:
     aten: Any = torch.ops.aten
     views = [shows_argument(op) for op in (aten.view.default, aten.add.Tensor, aten.add_.Tensor)]
     return views == [True, False, False] and isinstance(size, SymInt) and size_hint(size) == 3
+
+
+@probe(
+    "torch._dynamo.compiled_autograd.compiled_autograd_enabled",
+    expected="tells whether backwards are compiled",
+    features=("split.native",),
+)
+def _compiled_backwards() -> bool:
+    # Looked at as code: to import it takes seconds.
+    source = (Path(torch.__file__).parent / "_dynamo/compiled_autograd.py").read_text()
+    return "\ncompiled_autograd_enabled = False\n" in source and "global compiled_autograd_enabled" in source
 
 
 @probe(

@@ -255,7 +255,9 @@ struct Leaf {
 struct Cut {
   NodePtr node;
   Role role;
+  bool runs; // in I
   std::vector<std::pair<size_t, size_t>> parts; // which leaf, and which of its parts
+  bool is_asked = false; // whether the engine is asked for the gradient here
   std::vector<c10::SafePyObject> packed = {}; // what hooks made of what it saved
   Tensor grad = {};
   FunctionPreHook* hook = nullptr;
@@ -288,9 +290,13 @@ class Cuts : public std::enable_shared_from_this<Cuts> {
     return found;
   }
 
-  py::list nodes() const {
+  // The cuts at which the engine is asked for the gradient: all, or those alone that it does not run.
+  py::list ask(bool all) {
     py::list found;
-    for (const Cut& cut : cuts_) found.append(to_python(cut.node));
+    for (Cut& cut : cuts_) {
+      cut.is_asked = all || !cut.runs;
+      if (cut.is_asked) found.append(to_python(cut.node));
+    }
     return found;
   }
 
@@ -311,7 +317,7 @@ class Cuts : public std::enable_shared_from_this<Cuts> {
   py::function before_reading_;
   // For the walk alone:
   std::vector<Edge> inputs_;
-  ska::flat_hash_set<const Node*> input_nodes_, spine_, deferred_;
+  ska::flat_hash_set<const Node*> input_nodes_, spine_, deferred_, elsewhere_; // the last: leaves that Python adds to
   ska::flat_hash_map<const Node*, bool> leads_;
   ska::flat_hash_map<const Node*, size_t> leaf_at_;
 
@@ -453,11 +459,12 @@ bool Cuts::cut(const NodePtr& node, const Kind& kind, uint64_t& skipped) {
     for (const auto& [position, leaf, transposed] : found) {
       const Edge& edge = node->next_edge(position);
       parts.append(py::make_tuple(to_python(edge.function), edge.input_nr, to_python(leaf), transposed, position));
+      elsewhere_.insert(leaf.get());
     }
     others.append(py::make_tuple(to_python(node), parts, goes_on));
     return true;
   }
-  Cut made{node, kind.role, {}};
+  Cut made{node, kind.role, goes_on, {}};
   for (const auto& [position, leaf, transposed] : found) {
     Part part{node->next_edge(position), term_of(kind.role, position), transposed};
     Leaf& to = leaves_[place(leaf, true)];
@@ -543,7 +550,10 @@ bool Cuts::make(const py::list& roots, const py::list& inputs) try {
     }
   }
   for (const NodePtr& leaf : ready) place(leaf, false);
-  return std::none_of(deferred_.begin(), deferred_.end(), [&](const Node* leaf) { return spine_.count(leaf) != 0; });
+  const auto is_ready = [&](const Node* leaf) { return spine_.count(leaf) != 0; };
+  const auto is_here = [&](const Node* leaf) { return leaf_at_.count(leaf) != 0; }; // in which order would W add?
+  return std::none_of(deferred_.begin(), deferred_.end(), is_ready) &&
+      std::none_of(elsewhere_.begin(), elsewhere_.end(), is_here);
 } catch (const c10::Error&) { // what was saved is gone, or was changed: Python says so
   return false;
 }
@@ -571,11 +581,12 @@ void Cuts::arrive(size_t at, const Tensor& grad) {
   cut.grad = grad;
 }
 
-// Let the gradients be kept as the nodes run, until release(). `before_reading` is called with a cut's number, and how
-// often what it saved may be read.
+// Let the gradients that nobody asks for be kept as the nodes run, until release(). `before_reading` is called with a
+// cut's number, and how often what it saved may be read.
 void Cuts::hook(py::function before_reading) {
   before_reading_ = std::move(before_reading);
   for (size_t at = 0; at < cuts_.size(); at++) {
+    if (cuts_[at].is_asked) continue;
     auto hook = std::make_unique<Arrival>(shared_from_this(), at);
     cuts_[at].hook = hook.get();
     cuts_[at].node->add_pre_hook(std::move(hook));
@@ -594,8 +605,8 @@ void Cuts::release() {
   before_reading_ = py::function();
 }
 
-// Take the gradients that the engine was asked for, of the ready leaves and of the cuts if there are no hooks. Gives the
-// leaves at which none arrived, each as often as that was so. The graph is not held any more.
+// Take the gradients that the engine was asked for, of the ready leaves and of cuts. Gives the leaves at which none
+// arrived, each as often as that was so. The graph is not held any more.
 py::list Cuts::finish(const py::list& grads) {
   py::list missed;
   size_t next = 0;
@@ -610,7 +621,7 @@ py::list Cuts::finish(const py::list& grads) {
     }
   }
   for (Cut& cut : cuts_) {
-    if (next < grads.size()) cut.grad = grads[next++].cast<std::optional<Tensor>>().value_or(Tensor());
+    if (cut.is_asked) cut.grad = grads[next++].cast<std::optional<Tensor>>().value_or(Tensor());
     for (const auto& [leaf, at] : cut.parts) {
       if (cut.grad.defined()) {
         leaves_[leaf].parts[at].keep_grad(cut.grad, *kinds_);
@@ -627,6 +638,7 @@ py::list Cuts::finish(const py::list& grads) {
   leaves_.erase(std::remove_if(leaves_.begin(), leaves_.end(), is_empty), leaves_.end());
   cuts_.clear();
   inputs_.clear();
+  others = py::list(), bottom = py::list();
   return missed;
 }
 
@@ -682,10 +694,10 @@ py::tuple Cuts::give_back(Leaf& leaf) const {
   return py::make_tuple(to_python(leaf.node), parts);
 }
 
-// All that is held, for Python: each leaf, and its parts.
+// All that is held, for Python: each leaf, and its parts, from the last to the first.
 py::list Cuts::take() {
   py::list found;
-  for (Leaf& leaf : leaves_) found.append(give_back(leaf));
+  for (auto leaf = leaves_.rbegin(); leaf != leaves_.rend(); leaf++) found.append(give_back(*leaf));
   leaves_.clear();
   return found;
 }
@@ -730,7 +742,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_readonly("bottom", &Cuts::bottom)
       .def("make", wrap_pybind_function(&Cuts::make))
       .def("leaves", wrap_pybind_function(&Cuts::leaves))
-      .def("nodes", wrap_pybind_function(&Cuts::nodes))
+      .def("ask", wrap_pybind_function(&Cuts::ask))
       .def("packed", wrap_pybind_function(&Cuts::packed))
       .def("hook", wrap_pybind_function(&Cuts::hook))
       .def("release", wrap_pybind_function(&Cuts::release))

@@ -105,7 +105,7 @@ def backward_input(
             got=f"{describe(inputs)} that does not",
             fix="call x.requires_grad_() before the forward; or, if no gradient is needed, leave inputs out",
         )
-    plan = native_plan(tensors, wanted.values(), exact)
+    plan = native_plan(tensors, wanted.values(), exact, own_thread)
     if plan is None:
         plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()), exact)
     kept = list(map(root_of, tensors)) if not functions_outlive_graphs() and plan.leads_to_functions else []

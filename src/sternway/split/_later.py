@@ -46,9 +46,10 @@ class Later:
         self._keep(*(pack(each) if isinstance(each, Tensor) else each for each in self.kept))
 
     def keep_apart(self, written: Set[int]) -> None:
-        """Keep copies of what lies in one of these storages."""
-        for each in self.kept:
-            if isinstance(each, Tensor) and lies_in(each, written):
+        """Keep copies of what lies in one of these storages; a policy may have left some of it where it was."""
+        for each in self.tensors():
+            if lies_in(each, written):
+                self.unpack()
                 self._keep(*[each.clone() if isinstance(each, Tensor) else each for each in self.kept])
                 break
 

@@ -201,11 +201,14 @@ class Part:
 
     def keep_apart(self, written: Set[int]) -> None:
         """Hold copies of what lies in one of these storages, to which W writes."""
-        if self.packed is None and lies_in(self.grad, written):
-            self.grad = self.grad.clone()
-            self.version = version_of(self.grad)
         if self.later is not None:
             self.later.keep_apart(written)
+        for each in (self.grad,) if self.packed is None else self.packed.tensors():
+            if lies_in(each, written):
+                self.unpack()
+                self.grad = self.grad.clone()
+                self.version = version_of(self.grad)
+                break
 
     def value(self, transposed: bool = False) -> Tensor:
         """The operand's gradient, its last two dimensions swapped if ``transposed``."""

@@ -18,6 +18,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from sternway._torch import require
+from sternway._torch.compile import backward_is_compiled
 from sternway._torch.native import ROLES, TERMS
 from sternway._torch.nodes import (
     ACCUMULATE_GRAD,
@@ -93,7 +94,7 @@ class NativeCuts:
 
     def __init__(self, cuts: Any, holders: Sequence[Sequence[Any]], quiet: bool) -> None:
         self._cuts, self._holders = cuts, holders
-        self.asked: list[Node] = cuts.nodes() if quiet else []  # the engine is asked for the gradients there
+        self.asked: list[Node] = cuts.ask(quiet)  # the engine is asked for the gradients there
         self.bottom: list[Node] = cuts.bottom  # of these, those that it does not run
         self._hooks = not quiet
 
@@ -119,9 +120,11 @@ class NativeCuts:
         return NativeWork(self._cuts), missed
 
 
-def native_plan(roots: Sequence[Tensor | GradientEdge], inputs: Collection[Edge], exact: bool) -> SplitPlan | None:
+def native_plan(
+    roots: Sequence[Tensor | GradientEdge], inputs: Collection[Edge], exact: bool, own_thread: bool
+) -> SplitPlan | None:
     """The plan of a graph for which the extension does; None for any other, or where it is not switched on."""
-    if not EXTENSION.is_on or exact or torch.is_anomaly_enabled():
+    if not EXTENSION.is_on or exact or torch.is_anomaly_enabled() or backward_is_compiled():
         return None
     if not all(type(root) is GradientEdge or type(root) in ORDINARY for root in roots):
         return None
@@ -140,7 +143,7 @@ def native_plan(roots: Sequence[Tensor | GradientEdge], inputs: Collection[Edge]
     if not kinds <= {None, "checkpoint"} or not (quiet or inputs):
         return None
     reached = [place for place, there in zip(places, found.reached, strict=True) if there]
-    native = NativeCuts(found, held, quiet)
+    native = NativeCuts(found, held, quiet and own_thread)
     return SplitPlan(cuts, found.leaves(False), reached, [], [], False, [], [], [], quiet, native)
 
 
