@@ -52,7 +52,7 @@ def test_two_processes_raise_the_same() -> None:
 
 
 def test_facts_as_numbers() -> None:
-    facts = StepFacts(True, 2**32 - 1, 1, 2**32 - 1, 10**9, 2**63 - 1)
+    facts = StepFacts(True, True, 2**32 - 1, 1, 2**32 - 1, 10**9, 2**63 - 1)
     assert StepFacts.from_numbers(torch.tensor(facts.to_numbers(), dtype=torch.int64).tolist()) == facts
 
 
@@ -61,6 +61,7 @@ def test_facts_as_numbers() -> None:
     [
         (StepFacts(training=False, options=1), "all ranks must call step, or all evaluate; got evaluate here, step on"),
         (StepFacts(training=True, options=2), "the same loss_everywhere, record and nonfinite"),
+        (StepFacts(training=True, options=1, tunes=True), "stop_tuning after the same step, or none; got no call here"),
         (StepFacts(training=True, options=1, trial=3), "or none; got a call here, no call on the first rank"),
     ],
 )

@@ -106,6 +106,25 @@ def test_a_call_that_one_rank_makes_alone(way: str, tmp_path: Path) -> None:
     on_ranks(2, one_alone, way, str(tmp_path), timeout=120)
 
 
+def stop_alone(rank: int, who: int) -> None:
+    """One rank stops to tune: the other one would gather times, and search, without it."""
+    x = torch.ones(4, DIM)
+    pipe = Pipeline(model(), schedule="auto", n_microbatches=2, loss_fn=F.mse_loss, sample=x[:2], sample_target=x[:2])
+    for _ in range(4):
+        pipe.step(x, target=x)
+    if rank == who:
+        pipe.stop_tuning()
+    rule = "all ranks must call stop_tuning after the same step, or none; got"
+    got = "a call here, no call on the first rank" if who else "no call here, a call on the first rank"
+    with pytest.raises(PipelineError, match=f"{rule} {got}"):
+        pipe.step(x, target=x)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_rank_stops_to_tune(who: int) -> None:
+    on_ranks(2, stop_alone, who, timeout=120)
+
+
 def different(rank: int) -> None:
     torch.manual_seed(rank)
     match = "the model must have the same weights on every rank.*got other values of 0.weight on rank 1 than on rank 0"

@@ -426,3 +426,18 @@ def test_a_model_without_weights_needs_a_sample() -> None:
             loss_fn=F.mse_loss,
             weights=lambda names: {},
         )
+
+
+class Circle(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.itself = nn.Linear(DIM, DIM), self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_a_module_that_is_in_itself() -> None:
+    """Modes of such a module cannot be set by torch either; it must not be looked through for ever."""
+    with pytest.raises(PipelineError, match="RecursionError"):
+        build(nn.Sequential(Circle(), nn.Linear(DIM, DIM)), cuts=["1"])

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from sternway.pipeline.faults import _sockets
 from sternway.pipeline.faults._lost import LostRank, Position
-from sternway.pipeline.faults._signs import ENDED, SignsOfLife
+from sternway.pipeline.faults._signs import DROPPED, ENDED, SignsOfLife
 
 TIMEOUT = 6.0
 
@@ -177,6 +177,18 @@ def test_a_process_that_ended_without_closing_is_lost_when_it_is_needed(ranks: l
     assert ranks[0].look(HERE, waits=5.5) == ended
     ranks[1].suspicious = True  # on the CPU, a lost connection is enough
     assert ranks[1].look(HERE) == ended
+
+
+def test_a_process_that_dropped_its_pipeline_is_lost_when_another_makes_one_more_call(
+    ranks: list[SignsOfLife],
+) -> None:
+    """Over gloo its connections stay open."""
+    for signs in ranks:
+        signs.calls.note("step")
+    ranks[1].write(Position(4, 1, "1F2"), end=DROPPED)
+    assert ranks[0].look(HERE) is None  # in the same call
+    ranks[0].calls.note("step")
+    assert ranks[0].look(HERE) == LostRank(1, DROPPED, Position(4, 1, "1F2"))
 
 
 def test_the_other_end_of_a_connection_is_seen_to_close() -> None:

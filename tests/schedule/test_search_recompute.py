@@ -209,3 +209,11 @@ def test_stages_that_keep_nothing():
     assert best.fits
     nothing = Costs(memory_after_F=0, memory_after_I=0)
     assert schedule.search(nothing, ranks=2, microbatches=4, memory_limit=1).simulate(nothing).peak_memory == 0
+
+
+@pytest.mark.parametrize("recompute", [(), "auto"])
+def test_a_whole_backward_needs_no_memory_for_what_i_leaves(recompute):
+    costs = Costs(I=(0.8, 0.4), W=0.4, B=0.9, memory_after_I=1.4, memory_input=0.1)
+    plan = make("interleaved-1f1b", ranks=1, microbatches=2).check(memory_limit=1.0, costs=costs)
+    least = lower_bound(costs, ranks=1, microbatches=2, memory_limit=1.0, stages_per_rank=2, recompute=recompute)
+    assert least <= plan.simulate(costs).span * (1 + 1e-9)

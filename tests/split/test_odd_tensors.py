@@ -23,6 +23,15 @@ class Named(Tensor):
     pass
 
 
+class Doubling(Tensor):
+    """A product means something else with it. Autograd asks no subclass in a backward."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        return found.mul_(2) if getattr(func, "__name__", "") in ("matmul", "__matmul__") else found
+
+
 class Refusing(nn.Parameter):
     """A parameter that may not be looked at, as torch's expanded weights are."""
 
@@ -81,6 +90,11 @@ def _subclass(needs: bool) -> Built:
     return (x @ weight).sum(), [x], [weight]
 
 
+def _doubling(needs: bool) -> Built:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=needs)
+    return layer(x.as_subclass(Doubling)).as_subclass(Tensor).square().sum(), [x], list(layer.parameters())
+
+
 def _refusing(needs: bool) -> Built:
     weight = Tensor._make_subclass(Refusing, torch.randn(4, 4), True)
     x = torch.randn(3, 4, requires_grad=needs)
@@ -104,6 +118,7 @@ BUILDS: dict[str, Callable[[bool], Built]] = {
     "csr, hooked": _sparse("csr", True),
     "values of a sparse tensor": _sparse_values,
     "subclass": _subclass,
+    "doubling subclass": _doubling,
     "refusing subclass": _refusing,
     "nested": _nested,
 }
@@ -134,6 +149,7 @@ def test_equals_a_plain_backward(build: Callable[[bool], Built], needs: bool) ->
         with torch._C.DisableTorchFunctionSubclass():
             expected = [each.grad for each in (*their_inputs, *theirs)]
             found = [*grads, *(each.grad for each in ours)]
+        assert [*map(type, found[-len(ours) :])] == [*map(type, expected[-len(ours) :])]
         for mine, their in zip(found, expected, strict=True):
             assert (mine is None) == (their is None)
             if mine is not None:

@@ -36,12 +36,15 @@ def own_buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
 def holds_parameter(module: nn.Module, kind: type[Tensor]) -> bool:
     """Whether a module, or one in it, has a parameter of this kind. It is asked of all pieces before each forward."""
     stack: list[nn.Module | None] = [module]
+    entered = set[nn.Module]()
     for each in stack:  # which grows meanwhile
         if each is not None:
             for parameter in each._parameters.values():
                 if isinstance(parameter, kind):
                     return True
-            stack += each._modules.values()
+            if each._modules and each not in entered:  # a module may be in several, or in one that is in it
+                entered.add(each)
+                stack += each._modules.values()
     return False
 
 

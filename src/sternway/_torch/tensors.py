@@ -50,6 +50,14 @@ def grad_of(tensor: Tensor) -> Tensor | None:
         return tensor.grad
 
 
+def detached(tensor: Tensor) -> Tensor:
+    """``tensor.detach()``, as autograd's own code has it: a subclass that only says what functions do is left off."""
+    if type(tensor) in ORDINARY:
+        return tensor.detach()
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
+
+
 def layout_enforced() -> bool:
     """Whether a first ``.grad`` must have its parameter's strides: ``torch.autograd.enforce_grad_layout_policy``."""
     asked = getattr(torch._C, "_is_grad_layout_enforcement_enabled", None)  # torch 2.13 and later

@@ -7,7 +7,7 @@ from collections.abc import Callable, Set
 from torch import Tensor
 
 from sternway._storage import lies_in
-from sternway._torch.tensors import version_of
+from sternway._torch.tensors import detached, version_of
 from sternway.saved import Packed
 
 
@@ -32,7 +32,7 @@ class Later:
 
     def _keep(self, *kept: Tensor | Packed) -> None:
         # A saved tensor comes with its grad_fn; keeping that would keep the graph alive.
-        self.kept = tuple([each.detach() if isinstance(each, Tensor) else each for each in kept])
+        self.kept = tuple([detached(each) if isinstance(each, Tensor) else each for each in kept])
         self._versions = [version_of(each) if isinstance(each, Tensor) else 0 for each in self.kept]
         self.is_packed = any(isinstance(each, Packed) for each in self.kept)  # all of it, or some
 
@@ -90,7 +90,7 @@ class Product(Later):
         self._of_right = right is None
         self.scale = scale
         if isinstance(known, Tensor):  # as _keep, written out: this runs for every product of every backward
-            self.kept, self._versions, self.is_packed = (known.detach(),), [version_of(known)], False
+            self.kept, self._versions, self.is_packed = (detached(known),), [version_of(known)], False
         else:
             self._keep(known)
 

@@ -3,8 +3,8 @@
 A rank reads the sign of the next rank only. The ranks form a ring, so the cost per rank does not grow with their
 number. After a connection was lost, a rank reads the signs of all, and waits for less time, to find out who it was.
 A connection that is seen to be closed, though nobody waits on it, is less than that: perhaps a rank left on purpose.
-A process that ends without closing its pipeline, or drops it, is lost as soon as somebody waits for it. One that makes
-other calls than this rank is not lost, but neither can go on (``_calls.py``).
+A process that ends without closing its pipeline, or drops it, is lost as soon as somebody waits for it, or makes a call
+that it did not make. One that makes other calls than this rank is not lost, but neither can go on (``_calls.py``).
 
 No threads and no waiting here: ``_watch.py`` calls this, and tests call it with a clock of their own.
 """
@@ -113,7 +113,8 @@ class SignsOfLife:
         content: dict[str, Any] = json.loads(sign) if sign else {"position": {}, "end": ""}
         position = Position(**content["position"])
         if content["end"]:
-            needed = self.suspicious or min(silent, self._waits) > self._limit(rank, False)
+            is_called = self.calls.last()[0] > content["call"][0]  # by this rank, and it will not make that call
+            needed = self.suspicious or is_called or min(silent, self._waits) > self._limit(rank, False)
             return LostRank(rank, content["end"], position) if needed else None
         if silent <= limit:
             return None

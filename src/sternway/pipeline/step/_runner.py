@@ -163,7 +163,8 @@ class StepRunner:
             ends = {0, self.schedule.num_stages - 1}  # where the batch is from, and where the loss is computed
             wanted = ends & self._stages.keys()
             target = batch.target_checksum(self._chunk, rows, may_wait=not self.steps) if wanted else 0
-            return StepFacts(options.training, options.checksum(), trial, shapes, rows, seed, target)
+            tunes = options.training and self._tuner is not None and not self._tuner.stopped
+            return StepFacts(options.training, tunes, options.checksum(), trial, shapes, rows, seed, target)
 
         with self._guard.other_ranks():
             facts = self._transport.announce(lambda: prepare(batch.rows(self._chunk)))

@@ -30,6 +30,7 @@ class StepFacts:
 
     Attributes:
         training: whether there will be a backward.
+        tunes: whether "auto" may change the schedule after it.
         options: a checksum of the other arguments of ``step``, which must be the same on all ranks.
         trial: a checksum of the arguments of the last ``optimizer_step``, if it is on trial; else 0.
         shapes: a checksum of the shapes of the batch.
@@ -39,6 +40,7 @@ class StepFacts:
     """
 
     training: bool = False
+    tunes: bool = False
     options: int = 0
     trial: int = 0
     shapes: int = 0
@@ -52,8 +54,8 @@ class StepFacts:
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[int]) -> Self:
-        training, *others = numbers
-        return cls(bool(training), *others)
+        training, tunes, *others = numbers
+        return cls(bool(training), bool(tunes), *others)
 
     def check(self, mine: StepFacts) -> None:
         """Raise unless this rank was called as the first one was; ``mine`` has a target where the loss is computed.
@@ -73,6 +75,13 @@ class StepFacts:
                 "all ranks must call step with the same loss_everywhere, record and nonfinite",
                 got="others here than on the first rank",
                 fix="pass the same on every rank",
+            )
+        if self.tunes != mine.tunes:
+            called = {False: "a call", True: "no call"}
+            raise PipelineError(
+                "all ranks must call stop_tuning after the same step, or none",
+                got=f"{called[mine.tunes]} here, {called[self.tunes]} on the first rank",
+                fix="call it on every rank, not on one alone",
             )
         if self.trial != mine.trial:
             here, there = ("no call" if not trial else "a call" for trial in (mine.trial, self.trial))

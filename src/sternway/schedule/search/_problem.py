@@ -204,9 +204,9 @@ def resolve(
     """Return the problem for a placement.
 
     With ``joined``, I and W are split and together cost no more than a whole backward. Stages in ``recompute`` run
-    whole backwards if I would leave more for W than their F kept; not so without ``whole``, where it costs no memory
-    instead. No real schedule is as cheap as one that is joined and not whole, so this is what a lower
-    bound is computed for.
+    whole backwards if I would leave more for W than their F kept; not so without ``whole``, where no stage's I leaves
+    more than that, since any may run whole backwards. No real schedule is as cheap as one that is joined and not
+    whole, so this is what a lower bound is computed for.
 
     Raises:
         ScheduleError: not even one microbatch fits in the limit of a rank.
@@ -215,12 +215,11 @@ def resolve(
     limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * len(placement)
     if joined:
         times = times.joined()
-    again = [*shares(recompute)]
     entire: tuple[int, ...] = ()
     if not whole:
-        least = [min(pair) for pair in zip(times.keeps, times.keeps_after_i, strict=True)]
-        times = replace(times, keeps_after_i=_where(again, times.keeps_after_i, least))
+        times = replace(times, keeps_after_i=tuple(map(min, times.keeps, times.keeps_after_i)))
     elif recompute:
+        again = shares(recompute)
         entire = tuple(stage for stage in again if times.keeps_after_i[stage] > times.keeps[stage] + EPSILON)
         nothing = [0.0] * len(times.F)
         times = replace(
