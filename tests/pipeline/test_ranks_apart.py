@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from gloo import on_ranks
@@ -107,22 +109,47 @@ def test_a_call_that_one_rank_makes_alone(way: str, tmp_path: Path) -> None:
 
 
 def stop_alone(rank: int, who: int) -> None:
-    """One rank stops to tune: the other one would gather times, and search, without it."""
+    """One rank stops to tune: the other one would gather times, and search, without it.
+
+    Whichever is seen first is the error: what the first rank tells of the step, or the call in the signs of life.
+    """
     x = torch.ones(4, DIM)
     pipe = Pipeline(model(), schedule="auto", n_microbatches=2, loss_fn=F.mse_loss, sample=x[:2], sample_target=x[:2])
     for _ in range(4):
         pipe.step(x, target=x)
     if rank == who:
         pipe.stop_tuning()
-    rule = "all ranks must call stop_tuning after the same step, or none; got"
     got = "a call here, no call on the first rank" if who else "no call here, a call on the first rank"
-    with pytest.raises(PipelineError, match=f"{rule} {got}"):
+    told = f"all ranks must call stop_tuning after the same step, or none; got {got}"
+    with pytest.raises(PipelineError, match=f"{told}|step after stop_tuning on rank {who}|got step on rank"):
         pipe.step(x, target=x)
 
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_rank_stops_to_tune(who: int) -> None:
     on_ranks(2, stop_alone, who, timeout=120)
+
+
+def stop_one_copy(rank: int) -> None:
+    """One of two copies stops to tune: the other one would wait for its times."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    x = torch.ones(4, DIM)
+    options: dict[str, Any] = {"sample": x[:2], "sample_target": x[:2], "mesh": mesh, "heartbeat_timeout": 6}
+    pipe = Pipeline(model(), schedule="auto", n_microbatches=2, loss_fn=F.mse_loss, **options)
+    pipe.step(x, target=x)
+    if mesh["dp"].get_local_rank() == 1:
+        pipe.stop_tuning()
+
+    def train() -> None:
+        for _ in range(100):
+            pipe.step(x, target=x)
+
+    with pytest.raises(PipelineError, match="step after stop_tuning on rank"):
+        train()
+
+
+def test_one_copy_stops_to_tune() -> None:
+    on_ranks(4, stop_one_copy, timeout=120)
 
 
 def different(rank: int) -> None:

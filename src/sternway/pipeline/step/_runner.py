@@ -109,8 +109,9 @@ class StepRunner:
 
     def step(self, batch: Batch, options: StepOptions) -> StepResult:
         """Run one batch, forward and backward, or forward alone."""
-        self._guard.enter("step" if options.training else "evaluate")
         tuner = self._tuner if options.training else None
+        call = "step" if options.training else "evaluate"
+        self._guard.enter(call if tuner is None or not tuner.stopped else "step after stop_tuning")
         asked = options
         if tuner is not None:
             self._run_by(tuner.schedule)

@@ -53,7 +53,9 @@ def fuse(schedule: Schedule, costs: Costs) -> Schedule:
         return schedule
     settled = [_settle(schedule, costs, pairs, start) for start in (frozenset[Pair](), frozenset(pairs))]
     joined, _ = min(settled, key=lambda found: found[1])
-    return replace(_join(schedule, joined), name=f"{schedule.name.removesuffix('-fused')}-fused") if joined else schedule
+    return (
+        replace(_join(schedule, joined), name=f"{schedule.name.removesuffix('-fused')}-fused") if joined else schedule
+    )
 
 
 def length(schedule: Schedule, costs: Costs) -> tuple[float, float]:
