@@ -171,9 +171,24 @@ def test_what_cannot_be_says_what_can(ask, numbers, message):
         ask(Costs(), **{"ranks": 2, "microbatches": 4, "memory_limit": 2} | numbers)
 
 
-def test_a_limit_below_what_i_leaves_says_so():
-    with pytest.raises(ScheduleError, match=r"Fix: pass 1.5 or more$"):
-        search(Costs(memory_after_I=1.5), ranks=2, microbatches=4, memory_limit=1.2)
+@pytest.mark.parametrize(("left", "limit"), [(1.5, 1.2), (3, 2), (3, 4), (3, 8), (14, 5)])
+@pytest.mark.parametrize("stages_per_rank", [1, 2])
+def test_where_i_leaves_more_than_f_kept_whole_backwards_are_looked_at(left, limit, stages_per_rank):
+    costs, numbers = Costs(memory_after_I=left), {"ranks": 4, "microbatches": 8}
+    found = search(costs, **numbers, memory_limit=limit, stages_per_rank=stages_per_rank).check()
+    timeline = found.simulate(costs)
+    assert timeline.peak_memory <= limit
+    assert timeline.span >= lower_bound(costs, **numbers, memory_limit=limit, stages_per_rank=stages_per_rank)
+    for name in names():
+        named = make(name, **numbers)
+        run = named.simulate(costs)
+        if named.placement == found.placement and run.peak_memory <= limit:
+            assert timeline.span <= run.span, name
+
+
+def test_a_limit_below_what_f_keeps_says_so():
+    with pytest.raises(ScheduleError, match=r"got memory_limit=0.9. Fix: pass 1 or more$"):
+        search(Costs(memory_after_I=1.5), ranks=2, microbatches=4, memory_limit=0.9)
 
 
 def test_per_stage_costs_are_one_for_each_stage():

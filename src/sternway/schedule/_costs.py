@@ -198,11 +198,12 @@ class Costs:
         return Costs(**{name: getattr(self, name) for name in names})
 
     def smallest(self) -> float:
-        """Return what one microbatch takes on a rank, in units; with one number for each stage, on the emptiest."""
-        f, i = (
-            min(each) if isinstance(each, Sequence) else each for each in (self.memory_after_F, self.memory_after_I)
-        )
-        return max(f, i)
+        """Return what one microbatch takes on a rank, in units; with one number for each stage, on the emptiest.
+
+        Its backward may be a whole one, so that what I leaves does not count.
+        """
+        kept = self.memory_after_F
+        return min(kept) if isinstance(kept, Sequence) else kept
 
     def _hops(self, ranks: int) -> tuple[tuple[float, ...], ...]:
         """Return the time of a message from each rank to each."""

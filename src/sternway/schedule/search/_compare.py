@@ -291,7 +291,7 @@ def _bound(costs: Costs, schedule: Schedule, memory_limit: float, recompute: boo
     """Return the bound of a schedule's placement."""
     if recompute:
         return least_bound(costs, schedule.placement, schedule.n_microbatches, memory_limit)
-    return bound(resolve(costs, schedule.placement, schedule.n_microbatches, memory_limit, joined=True))
+    return bound(resolve(costs, schedule.placement, schedule.n_microbatches, memory_limit, joined=True, whole=False))
 
 
 def _measure(

@@ -198,15 +198,16 @@ def resolve(
     memory_limit: Limit,
     *,
     joined: bool = False,
+    frugal: bool = False,
     whole: bool = True,
     recompute: Recompute = (),
 ) -> Problem:
     """Return the problem for a placement.
 
-    With ``joined``, I and W are split and together cost no more than a whole backward. Stages in ``recompute`` run
-    whole backwards if I would leave more for W than their F kept; not so without ``whole``, where no stage's I leaves
-    more than that, since any may run whole backwards. No real schedule is as cheap as one that is joined and not
-    whole, so this is what a lower bound is computed for.
+    With ``joined``, I and W are split and together cost no more than a whole backward. Stages in ``recompute``, and
+    with ``frugal`` all, run whole backwards if I would leave more for W than their F kept; not so without ``whole``,
+    where no stage's I leaves more than that, since any may run whole backwards. No real schedule is as cheap as one
+    that is joined and not whole, so this is what a lower bound is computed for.
 
     Raises:
         ScheduleError: not even one microbatch fits in the limit of a rank.
@@ -218,8 +219,8 @@ def resolve(
     entire: tuple[int, ...] = ()
     if not whole:
         times = replace(times, keeps_after_i=tuple(map(min, times.keeps, times.keeps_after_i)))
-    elif recompute:
-        again = shares(recompute)
+    elif recompute or frugal:
+        again = range(len(times.F)) if frugal else shares(recompute)
         entire = tuple(stage for stage in again if times.keeps_after_i[stage] > times.keeps[stage] + EPSILON)
         nothing = [0.0] * len(times.F)
         times = replace(

@@ -4,9 +4,10 @@ Why: each named schedule is best for one kind of costs. Real stages are unequal,
 is limited. The zero-bubble paper (arXiv 2401.10241, section 3) searches with an integer program. This search needs
 none, and is never worse on the paper's own rows.
 
-``_hunt`` plans I and W apart. Where a whole backward costs less than I + W, candidates are the plan found for these
-costs, the plan found with I and W as cheap as a whole backward, and the named schedules. Each has its I and W joined
-where that helps (``fuse``), and the best is returned.
+``_hunt`` plans I and W apart. Where a whole backward costs less than I + W, or I leaves more than F kept, candidates
+are the plan found for these costs, the plan found with I and W as cheap as a whole backward, the plan found with whole
+backwards where I leaves more, and the named schedules. Each has its I and W joined where that helps (``fuse``), and the
+best is returned.
 
 Which stages are recomputed is chosen in ``_recompute``: there is one such search for each choice that its lower bound
 does not rule out.
@@ -20,8 +21,8 @@ from functools import partial
 from typing import Literal
 
 from sternway.errors import ScheduleError
-from sternway.schedule._again import Again, Recompute, checked_recompute
-from sternway.schedule._costs import Costs, Placement
+from sternway.schedule._again import Again, Recompute, checked_recompute, shares
+from sternway.schedule._costs import EPSILON, Costs, Placement
 from sternway.schedule._offload import offloaded
 from sternway.schedule._schedule import Schedule, checked_stages
 from sternway.schedule._simulate import simulate
@@ -30,7 +31,7 @@ from sternway.schedule.search._choices import everything
 from sternway.schedule.search._fuse import fuse, length
 from sternway.schedule.search._gathered import best_gathered, rest_of, too_small
 from sternway.schedule.search._hunt import Progress, named, part_of, solve
-from sternway.schedule.search._problem import Limit, check_arguments, limit_of, place, resolve, within
+from sternway.schedule.search._problem import Limit, Problem, check_arguments, limit_of, place, resolve, within
 from sternway.schedule.search._recompute import best_choice, recomputed
 from sternway.schedule.search._words import to_schedule
 
@@ -85,8 +86,8 @@ def search(
         progress: called with (done, total) during the search.
 
     Returns:
-        A schedule of F, I and W, with B instead of I and W where ``costs.B`` makes that better, and in stages that are
-        recomputed if I would leave more than their F kept; UNSHARD, REDUCE_GRAD and RESHARD where stages are sharded.
+        A schedule of F, I and W, with B instead of I and W where ``costs.B`` makes that better, or I would leave more
+        than F kept, always so in stages that are recomputed; UNSHARD, REDUCE_GRAD and RESHARD where stages are sharded.
 
     Raises:
         ScheduleError: a count is below 1, not even one microbatch fits in the limit, per-stage costs are for another
@@ -180,18 +181,26 @@ def _plan(
     limit: Limit,
 ) -> Schedule:
     """Return the best schedule found if these stages are recomputed."""
-    posed = partial(resolve, costs, placement, microbatches, limit, recompute=recompute)
-    problem = posed()
-    per_rank = len(placement[0])
+    times, per_rank = costs.per_stage(placement, recompute), len(placement[0])
     name = "search" if per_rank == 1 else "search-v" if placement == place(len(placement), 2) else "search-looped"
-    if costs.B is None and not recompute:
-        return to_schedule(problem, solve(problem, progress), name)
-    plans = _named_within(costs, placement, microbatches, limit, recompute)
-    plans.append(to_schedule(problem, solve(problem, part_of(progress, 0, 2)), name))
+    ways: list[dict[str, bool]] = [{}]
     if costs.B is not None:
-        each = posed(joined=True)
-        plans.append(to_schedule(each, solve(each, part_of(progress, 1, 2)), name))
-    return _best(plans, costs)
+        ways.append({"joined": True})
+    leaves_more = (left > kept + EPSILON for left, kept in zip(times.keeps_after_i, times.keeps, strict=True))
+    if any(more and stage not in shares(recompute) for stage, more in enumerate(leaves_more)):
+        ways.append({"frugal": True})
+    problems, refusal = list[Problem](), None
+    for way in ways:
+        try:
+            problems.append(resolve(costs, placement, microbatches, limit, recompute=recompute, **way))
+        except ScheduleError as error:  # not even one microbatch, this way
+            refusal = error
+    if refusal is not None and not problems:
+        raise refusal
+    plans = _named_within(costs, placement, microbatches, limit, recompute) if recompute or len(ways) > 1 else []
+    for number, problem in enumerate(problems):
+        plans.append(to_schedule(problem, solve(problem, part_of(progress, number, len(problems))), name))
+    return _best(plans, costs) if len(plans) > 1 else plans[0]
 
 
 def _named_within(
