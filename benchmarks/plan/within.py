@@ -3,13 +3,15 @@
 Each named schedule recomputes as little as its own order must (``Pipeline(schedule=name, memory=…)``), which is no more
 than the best setting for all stages alike. Blocks sleep, so that four ranks need no four cores; they are narrow
 and have many tokens, so that most bytes are activations. Bytes are counted, and gradients compared with one process.
+All pipelines of a limit are built, and then timed in turn, round after round.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -72,33 +74,67 @@ def within(rank: int, case: Case, path: str) -> None:
     found: list[dict[str, Any]] = []
     for share in SHARES:
         limit = int(share * needed)
-        for name in [*case.names(), "auto"]:
-            row: dict[str, Any] = {"share": share, "schedule": name}
-            options: dict[str, Any] = {"sample": sample, "sample_target": sample_target, "memory": limit}
-            try:
-                pipe = Pipeline(_model(case), schedule=name, **counts, **options)
-            except PipelineError as error:
-                if "must fit into memory" not in str(error):
-                    raise
-                found.append(row | {"fits": False})
-                continue
-            with closing(pipe):
-                for _ in range(case.all_steps if name == "auto" else 2):
-                    pipe.step(x, target=target)
-                if name == "auto":
-                    pipe.stop_tuning()
-                seconds = step_seconds(pipe, x, target, case.steps)
-                held = _held(pipe, x, target)
-                for parameter_name, parameter in pipe.named_parameters():
-                    torch.testing.assert_close(parameter.grad, expected[parameter_name], rtol=1e-4, atol=1e-6)
-                peak = max(pipe.transport.crew().share(held))
-                again = [share for stage, *share in map(_entry, pipe.schedule.recompute)]
-                row |= {"fits": True, "step_ms": 1e3 * seconds, "held_over_limit": peak / limit}
-                found.append(row | {"plan": pipe.schedule.name, "stages": pipe.schedule.num_stages, "again": again})
-            if rank == 0:
-                sys.stderr.write(f"{found[-1]}\n")
+        with ExitStack() as stack:
+            pipes: dict[str, Pipeline | None] = {}
+            for name in [*case.names(), "auto"]:
+                known: dict[str, Any] = {"sample": sample, "sample_target": sample_target, "memory": limit}
+                pipes[name] = pipe = _pipeline(case, name, counts | known)
+                if pipe is not None:
+                    stack.enter_context(closing(pipe))
+                    _train(pipe, x, target, case.all_steps if name == "auto" else 2)
+            fits = {name: pipe for name, pipe in pipes.items() if pipe is not None}
+            seconds: dict[str, list[float]] = {name: [] for name in fits}
+            for _ in range(case.rounds):
+                for name, pipe in fits.items():
+                    seconds[name].append(step_seconds(pipe, x, target, case.steps))
+            for name in pipes:
+                row: dict[str, Any] = {"share": share, "schedule": name, "fits": name in fits}
+                if name in fits:
+                    row |= _row(fits[name], seconds[name], limit, x, target, expected)
+                found.append(row)
+                if rank == 0:
+                    sys.stderr.write(f"{row}\n")
     if rank == 0:
         Path(path).write_text(json.dumps({"ranks": case.ranks, "needed": needed, "rows": found}))
+
+
+def _pipeline(case: Case, name: str, options: dict[str, Any]) -> Pipeline | None:
+    """A pipeline of a schedule within the limit, or None where it cannot be made to fit."""
+    try:
+        return Pipeline(_model(case), schedule=name, **options)
+    except PipelineError as error:
+        if "must fit into memory" not in str(error):
+            raise
+        return None
+
+
+def _train(pipe: Pipeline, x: Tensor, target: Tensor, steps: int) -> None:
+    for _ in range(steps):
+        pipe.step(x, target=target)
+    pipe.stop_tuning()
+
+
+def _row(
+    pipe: Pipeline,
+    seconds: list[float],
+    limit: int,
+    x: Tensor,
+    target: Tensor,
+    expected: dict[str, Tensor | None],
+) -> dict[str, Any]:
+    """What was measured of a pipeline; its gradients must be those of one process."""
+    held = _held(pipe, x, target)
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
+    return {
+        "step_ms": 1e3 * statistics.median(seconds),
+        "rounds_ms": [round(1e3 * each, 1) for each in seconds],
+        "held_over_limit": max(pipe.transport.crew().share(held)) / limit,
+        "plan": pipe.schedule.name,
+        "stages": pipe.schedule.num_stages,
+        "again": [share for stage, *share in map(_entry, pipe.schedule.recompute)],
+        "story": [str(plan) for plan in pipe.plans],
+    }
 
 
 def _entry(again: Any) -> tuple[int, float, float]:

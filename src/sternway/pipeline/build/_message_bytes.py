@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from sternway.pipeline.build._weigh import StageWeight
 from sternway.pipeline.transport._carrier import GlooCarrier
+from sternway.pipeline.transport._herald import NOTICE_BYTES, line_of
 from sternway.pipeline.transport._order import answers, expected
 from sternway.pipeline.transport._routes import MessageKey, Routes
 from sternway.schedule import Action, Schedule, Upkeep
@@ -71,7 +72,8 @@ def _between_cpus(plan: Schedule, rank: int, weights: Sequence[StageWeight]) -> 
     Messages are asked for ahead. One that was sent is kept until it is known to have arrived; of an activation, that
     counts which its stage does not keep anyway. What a stage passes to another one of its rank is no copy, which the
     F of that would be. Memory that was received into is used again for later messages, once the stage no longer needs
-    it: after its backward, or after W, if that needs it. It stays until the end of the step.
+    it: after its backward, or after W, if that needs it. It stays until the end of the step, as does what the rank has
+    told the next one about it.
     """
     routes, rank_of = Routes(plan.num_stages, {}), plan.stage_ranks()
     edges = expected(plan, routes, True, rank).values()
@@ -83,6 +85,7 @@ def _between_cpus(plan: Schedule, rank: int, weights: Sequence[StageWeight]) -> 
     shared: dict[MessageKey, int] = {}  # what one stage has from another, by the bytes that this one keeps, too
     in_use: dict[tuple[int, int], dict[MessageKey, int]] = {}  # what was received, for each stage and microbatch
     used = most = 0  # the bytes that are received into, and the most of them at once
+    told = 0 if rank == line_of(plan)[-1] else NOTICE_BYTES
 
     def size(key: MessageKey) -> int:
         return weights[max(key.source, key.target)].message
@@ -103,7 +106,8 @@ def _between_cpus(plan: Schedule, rank: int, weights: Sequence[StageWeight]) -> 
             _move(step, weights[step.stage], sent, shared)
         ahead = sum(size(key) for queue in queues for key in queue[: GlooCarrier.ahead])
         most = max(most, ahead + used)
-        yield sum(sent.values()), ahead + sum(returned.values()) - sum(shared.values()), most - ahead - used
+        others = told + ahead + sum(returned.values()) - sum(shared.values())
+        yield sum(sent.values()), others, most - ahead - used
         for action in step.actions:
             held = in_use.get((action.stage, action.microbatch), {})
             used -= sum(held.pop(key) for key in list(held) if _is_last(action, key, weights[action.stage]))

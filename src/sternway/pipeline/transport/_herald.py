@@ -26,12 +26,20 @@ from sternway.schedule import Schedule
 _TAG = 1  # no other message between two ranks of the control group has it
 _LENGTH = len(StepFacts().to_numbers()) + 1
 
+NOTICE_BYTES = 8 * _LENGTH
+"""What a rank tells the next one in its line; it holds that until the end of the step."""
+
+
+def line_of(schedule: Schedule) -> list[int]:
+    """The ranks in the order in which they hear of a step."""
+    return sorted(range(schedule.ranks), key=lambda rank: min(schedule.placement[rank]))
+
 
 class Herald:
     """One rank's place in the line of ranks."""
 
     def __init__(self, groups: ProcessGroups, schedule: Schedule) -> None:
-        line = sorted(range(schedule.ranks), key=lambda rank: min(schedule.placement[rank]))
+        line = line_of(schedule)
         place = line.index(groups.rank)
         self._groups = groups
         self._before = line[place - 1] if place else None
