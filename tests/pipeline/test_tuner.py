@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -293,6 +294,8 @@ def test_a_call_beside_the_training_returns_or_raises_what_it_does_here(monkeypa
     assert beside(functools.partial(print, "what is printed there does no harm")).result() is None
     with pytest.raises(ValueError, match="invalid literal"):
         beside(functools.partial(int, "x")).result()
+    with pytest.raises(RuntimeError, match=f"its process was ended by signal {signal.SIGTERM.value}"):
+        beside(functools.partial(signal.raise_signal, signal.SIGTERM)).result()  # here, it would end this process
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     assert beside(functools.partial(int, "8")).result() == 8, "in a thread, if there is no process"
 

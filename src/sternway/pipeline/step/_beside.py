@@ -70,6 +70,8 @@ def _apart(call: Callable[[], T], found: Future[T]) -> T:
         output = process.communicate(given)[0]
     if found.cancelled():
         raise InvalidStateError
+    if process.returncode < 0:  # here it would take the memory, or whatever it was, that it was ended for
+        raise RuntimeError(f"its process was ended by signal {-process.returncode}")
     if process.returncode:  # the call has failed there: here one sees how
         return call()
     result: Any = pickle.loads(output)
