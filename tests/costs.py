@@ -83,6 +83,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "split/test_data_parallel.py": ("dist",),
     "split/test_dtensor.py": ("dist",),
     "split/test_schedules_gloo.py": ("dist",),
+    "test_benchmarks.py": ("dist", "slow"),
     "test_cli.py::test_example_trains_under_torchrun": ("dist", "slow"),
     "atlas/test_atlas_measure.py": ("slow",),
     "atlas/test_atlas_truth.py::test_our_own_package": ("slow",),

@@ -282,6 +282,7 @@ def _bound(row: OurRow) -> float:
         row.costs,
         ranks=ranks,
         microbatches=row.case.microbatches,
+        memory_limit=row.case.microbatches,  # of all, that is: no limit
         stages_per_rank=len(stages),
         looped=stages == (0, ranks),
     )

@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=0.0, help="with --asleep: how much actions differ, such as 0.2")
     parser.add_argument("--drift", action="store_true", help="with --asleep: a rank becomes slower in mid-run")
     parser.add_argument("--within", action="store_true", help="with --asleep: less and less memory")
+    parser.add_argument("--shares", default="1,0.6,0.4", help="with --within: of 1F1B's bytes")
     parser.add_argument("--bytes", action="store_true", help="memory alone, which does not depend on the load")
     parser.add_argument("--schedules", default="", help="of the named ones, these alone")
     parser.add_argument("--limit", type=float, default=900, help="seconds for one number of ranks")
@@ -88,6 +89,7 @@ def main() -> None:
             times=not arguments.bytes,
             asleep=arguments.asleep / 1e3,
             spread=arguments.spread,
+            shares=tuple(map(float, arguments.shares.split(","))),
         )
         for ranks in arguments.ranks.split(",")
     ]

@@ -47,6 +47,7 @@ class Case:
     times: bool = True  # or bytes alone
     asleep: float = 0.0  # seconds of an F, an I and a W of a rank, if blocks sleep instead of computing
     spread: float = 0.0  # how much these differ: the standard deviation, as a share of the mean
+    shares: tuple[float, ...] = ()  # of 1F1B's bytes, that runs must keep within
 
     @property
     def microbatches(self) -> int:

@@ -1,8 +1,9 @@
 """Sixteen blocks within 100%, 60% and 40% of 1F1B's bytes: "auto" beside every named schedule that can be made to fit.
 
-Each named schedule recomputes as little as its own order must (``Pipeline(schedule=name, memory=…)``), which is no more
-than the best setting for all stages alike. Blocks sleep, so that four ranks need no four cores; they are narrow
-and have many tokens, so that most bytes are activations. Bytes are counted, and gradients compared with one process.
+Other shares are given by ``--shares``. Each named schedule recomputes as little as its own order must
+(``Pipeline(schedule=name, memory=…)``), which is no more than the best setting for all stages alike. Blocks sleep, so
+that four ranks need no four cores; they are narrow and have many tokens, so that most bytes are activations. Bytes are
+counted, and gradients compared with one process.
 All pipelines of a limit are built, and then timed in turn, round after round.
 """
 
@@ -26,7 +27,7 @@ from sternway._torch.memory import OperationCounter
 from sternway.errors import PipelineError
 from sternway.pipeline import Pipeline
 
-BLOCKS, SHARES = 16, (1.0, 0.6, 0.4)
+BLOCKS = 16
 DIM, LENGTH = 32, 512
 
 
@@ -72,7 +73,7 @@ def within(rank: int, case: Case, path: str) -> None:
     plain = pipeline.fit(_model(case), sample, target=sample_target, schedule="1f1b", **counts)
     needed = max(way.peak for way in plain.ways if not way.recompute)
     found: list[dict[str, Any]] = []
-    for share in SHARES:
+    for share in case.shares:
         limit = int(share * needed)
         with ExitStack() as stack:
             pipes: dict[str, Pipeline | None] = {}
