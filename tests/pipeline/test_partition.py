@@ -222,9 +222,10 @@ def test_what_i_adds_under_checkpointing_counts_for_the_limit() -> None:
     after = pipe.costs.memory_after_I
     assert after > 2
     assert pipe.schedule.simulate(pipe.costs).peak_memory <= 4 * after
+    for limit in (after, 2):  # for less than I leaves, backwards are whole
+        pipe = Pipeline(model, transport=LocalTransport(), memory_limit=limit, **options)
+        assert pipe.schedule.simulate(pipe.costs).peak_memory <= limit + 1e-6
     with pytest.raises(
-        ScheduleError, match=r"memory_limit must be large enough for one microbatch; got memory_limit=2"
+        ScheduleError, match=r"memory_limit must be large enough for one microbatch; got memory_limit=0.5"
     ):
-        Pipeline(model, transport=LocalTransport(), memory_limit=2, **options)
-    pipe = Pipeline(model, transport=LocalTransport(), memory_limit=after, **options)
-    assert pipe.schedule.simulate(pipe.costs).peak_memory <= after + 1e-6
+        Pipeline(model, transport=LocalTransport(), memory_limit=0.5, **options)
