@@ -43,7 +43,7 @@ def test_plan_within_less_memory() -> None:
     wanted = ["--within", "--shares", "0.6", "--asleep", "0.1", "--rounds", "1", "--steps", "1", "--all-steps", "3"]
     (case,) = run("plan", *wanted, "--schedules", "1f1b")["cases"]
     assert [row["schedule"] for row in case["rows"]] == ["1f1b", "auto"]
-    assert all(row["fits"] and 0.8 < row["held_over_limit"] <= 1 for row in case["rows"])
+    assert all(row["fits"] and row["held_over_limit"] <= 1 for row in case["rows"])
 
 
 def test_sharded() -> None:
