@@ -33,19 +33,23 @@ def own_buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [buffer for module in modules for buffer in module._buffers.values() if buffer is not None]
 
 
-def holds_parameter(module: nn.Module, kind: type[Tensor]) -> bool:
-    """Whether a module, or one in it, has a parameter of this kind. It is asked of all pieces before each forward."""
-    stack: list[nn.Module | None] = [module]
-    entered = set[nn.Module]()
-    for each in stack:  # which grows meanwhile
-        if each is not None:
-            for parameter in each._parameters.values():
-                if isinstance(parameter, kind):
-                    return True
-            if each._modules and each not in entered:  # a module may be in several, or in one that is in it
-                entered.add(each)
-                stack += each._modules.values()
-    return False
+def buffer_places(modules: Iterable[nn.Module]) -> list[dict[str, Tensor | None]]:
+    """Where modules have their buffers, now and later."""
+    return [module._buffers for module in modules]
+
+
+def parameter_places(module: nn.Module) -> list[dict[str, nn.Parameter | None]]:
+    """Where a module, and those in it, have their parameters, now and later."""
+    return [each._parameters for each in module.modules()]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of a module's first parameter, or else of its first buffer, or else the CPU."""
+    for each in module.modules():
+        for parameter in each._parameters.values():
+            if parameter is not None:
+                return parameter.device
+    return next((buffer.device for buffer in module.buffers()), torch.device("cpu"))
 
 
 def buffers_by_name(module: nn.Module) -> dict[str, Tensor | None]:
@@ -131,7 +135,24 @@ def _buffers() -> bool:
     names, found = buffers_by_name(norm), [id(buffer) for buffer in own_buffers([norm])]
     put_buffer(norm, "none", names["own"])
     take_buffer(norm, "own")
-    return found == [id(names["own"])] and names.keys() == {"none", "own"} and buffers_by_name(norm).keys() == {"none"}
+    places = [
+        buffer is names["own"] for place in buffer_places([norm]) for buffer in place.values() if buffer is not None
+    ]
+    return (
+        places == [True]
+        and found == [id(names["own"])]
+        and names.keys() == {"none", "own"}
+        and buffers_by_name(norm).keys() == {"none"}
+    )
+
+
+@probe("Module._parameters", expected="has a module's own parameters", features=("pipeline",))
+def _parameters() -> bool:
+    model = nn.Sequential(nn.Identity(), nn.Linear(1, 1, bias=False))
+    places, before = parameter_places(model), model[1].weight
+    model[1].weight = after = nn.Parameter(before.detach())  # to the same place
+    found = [parameter for place in places for parameter in place.values() if parameter is not None]
+    return len(found) == 1 and found[0] is after and device_of(model) == after.device
 
 
 @probe(

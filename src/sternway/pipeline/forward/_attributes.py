@@ -7,6 +7,7 @@ what another stage has set, for another microbatch perhaps.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
@@ -39,24 +40,20 @@ class OwnAttributes:
     def of(self, stage: int) -> Iterator[None]:
         """A block in which the attributes are those of a stage. What it sets becomes its own."""
         own = self._own.setdefault(stage, {})
-        now = self._all()
         for name in list(self._first):
-            if now.get(name, _MISSING) is self._left.get(name, _MISSING):
+            if self._value(name) is self._left.get(name, _MISSING):
                 self._set(name, own.get(name, self._first[name]))
             else:  # somebody else has set it, between two steps: that is for all stages
                 for each in (self._first, *self._own.values()):
                     each.pop(name, None)
-        before = self._all()
+        before = [dict(place) for place in self._places()]
         try:
             yield
         finally:
-            after = self._all()
-            for name in before.keys() | after.keys():
-                value = after.get(name, _MISSING)
-                if value is not before.get(name, _MISSING):
-                    self._first.setdefault(name, before.get(name, _MISSING))
-                    own[name] = value
-            self._left = {name: after.get(name, _MISSING) for name in self._first}
+            for name, old, new in self._changes(before):
+                self._first.setdefault(name, old)
+                own[name] = new
+            self._left = {name: self._value(name) for name in self._first}
 
     def values(self) -> list[Any]:
         """What the stages have of their own."""
@@ -72,13 +69,26 @@ class OwnAttributes:
 
         return put_back
 
-    def _all(self) -> dict[_Name, Any]:
-        found: dict[_Name, Any] = {}
-        for index, module in enumerate(self._modules):
-            plain = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-            found |= {(index, name, False): value for name, value in plain.items()}
-            found |= {(index, name, True): value for name, value in buffers_by_name(module).items()}
-        return found
+    def _places(self) -> Iterator[dict[str, Any]]:
+        """Of each module, its attributes, then its buffers."""
+        for module in self._modules:
+            yield vars(module)
+            yield buffers_by_name(module)
+
+    def _changes(self, before: list[dict[str, Any]]) -> Iterator[tuple[_Name, Any, Any]]:
+        """What is not as it was before: its name, what it was, and what it is."""
+        for number, (old, new) in enumerate(zip(before, self._places(), strict=True)):
+            if old.keys() == new.keys() and all(map(operator.is_, old.values(), new.values())):
+                continue
+            for name in old.keys() | new.keys():
+                pair = old.get(name, _MISSING), new.get(name, _MISSING)
+                if pair[0] is not pair[1] and (number % 2 or name not in _OF_TORCH):
+                    yield (number // 2, name, bool(number % 2)), *pair
+
+    def _value(self, name: _Name) -> Any:
+        index, own, is_buffer = name
+        module = self._modules[index]
+        return (buffers_by_name(module) if is_buffer else vars(module)).get(own, _MISSING)
 
     def _set(self, name: _Name, value: Any) -> None:
         index, own, is_buffer = name

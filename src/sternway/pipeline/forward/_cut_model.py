@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sternway._torch.modes import buffers_by_name, has_backward_hooks, own_buffers
+from sternway._torch.modes import buffer_places, buffers_by_name, has_backward_hooks
 from sternway._torch.tensors import version_of
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._attributes import OwnAttributes
 from sternway.pipeline.forward._flow import Call, Crossing, Flow
+from sternway.pipeline.forward._follow import Interceptor
 from sternway.pipeline.forward._part import ModelPart, within
 from sternway.pipeline.forward._record import record
 from sternway.pipeline.forward._recorder import names_of_kept
@@ -34,8 +35,8 @@ class CutModel:
         self.pieces = {name: model.get_submodule(name) for name in pieces}
         self.last = max(stage_of_call.values(), default=0)
         names = names_of_kept(model, self.pieces)
-        self._inside = list({id(m): m for piece in self.pieces.values() for m in piece.modules()}.values())
-        inside = {id(module) for module in self._inside}
+        inside = {id(module): module for piece in self.pieces.values() for module in piece.modules()}
+        self.interceptor, self._buffers_inside = Interceptor(self.pieces), buffer_places(inside.values())
         self._outside = [(name, module) for name, module in model.named_modules() if id(module) not in inside]
         stages = {
             name: {s for (each, _), s in self.stage_of_call.items() if within(each, [name])}
@@ -66,7 +67,8 @@ class CutModel:
 
     def buffers_inside(self) -> dict[int, Tensor]:
         """The buffers that the pieces have now, by id."""
-        return {id(buffer): buffer for buffer in own_buffers(self._inside)}
+        places = filter(None, self._buffers_inside)
+        return {id(buffer): buffer for own in places for buffer in own.values() if buffer is not None}
 
     def buffers_outside(self) -> dict[tuple[str, str], tuple[Tensor, int]]:
         """The buffers that code between the pieces may use, by module and name, and what they are now."""

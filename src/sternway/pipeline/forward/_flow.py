@@ -59,6 +59,7 @@ class Flow:
         kept: for each parameter, and each buffer of a piece, by name: the segments that use it.
         obstacles: what must not be cut.
         draws_python: whether code between the pieces draws random numbers of Python or numpy.
+        makes_tensors: whether it makes tensors of what Python has, which may be such numbers.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -70,9 +71,11 @@ class Flow:
     kept: dict[str, set[int]] = field(default_factory=dict)
     obstacles: list[Obstacle] = field(default_factory=list)
     draws_python: bool = False
+    makes_tensors: bool = False
 
     def add(self, other: Flow) -> None:
         """Add what another forward used, and what it showed that must not be cut, if it called the same pieces."""
+        self.makes_tensors |= other.makes_tensors
         if other.calls != self.calls:
             return
         for mine, others in ((self.uses, other.uses), (self.live, other.live)):
@@ -121,7 +124,8 @@ class Flow:
             for stage in range(stage_of[segment], last + 1):
                 needs[stage].add(leaf)
         batch = [frozenset().union(*needs[stage + 1 :]) for stage in range(last)]
-        return Crossing(tuple(map(frozenset, sends)), tuple(map(frozenset, dead)), tuple(batch), self.draws_python)
+        values, no_gradient = tuple(map(frozenset, sends)), tuple(map(frozenset, dead))
+        return Crossing(values, no_gradient, tuple(batch), self.draws_python, self.makes_tensors)
 
     def describe(self, key: Key) -> str:
         """Where a value comes from, in words."""
@@ -153,10 +157,12 @@ class Crossing:
     """What each stage sends to the next: keys of values, and numbers of tensors of the batch.
 
     No gradient is expected for values that are ``dead``: what they are used for does not lead to the result. With
-    ``draws_python``, all stages must draw the same random numbers of Python.
+    ``draws_python``, all stages must draw the same random numbers of Python; without ``makes_tensors``, no code between
+    the pieces made a tensor of what Python has.
     """
 
     values: tuple[frozenset[Key], ...]
     dead: tuple[frozenset[Key], ...]
     batch: tuple[frozenset[int], ...]
     draws_python: bool
+    makes_tensors: bool

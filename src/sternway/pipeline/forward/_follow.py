@@ -28,9 +28,9 @@ from sternway._torch.modes import (
     WHOLE_CALL,
     computes_weights,
     has_backward_hooks,
-    holds_parameter,
     is_compiled,
     is_innermost,
+    parameter_places,
     whole_call,
 )
 from sternway._torch.tensors import storage_id
@@ -49,10 +49,11 @@ PIECE = ""
 class Follower(TorchFunctionMode):
     """A function mode that sees the glue of one forward, and is told of the calls of pieces."""
 
-    def __init__(self, kept: Mapping[int, Tensor]) -> None:
+    def __init__(self, kept: Mapping[int, Tensor], *, looks_at_python: bool = True) -> None:
         super().__init__()
         self.segment = 0
-        self._python = python_random_state()
+        # What Python has drawn until now; if it is not looked at, any tensor made of what Python has may be random.
+        self._python = python_random_state() if looks_at_python else None
         self._aside = False  # inside a piece
         # Buffers inside pieces, by id; parameters are known by their type. They are held: a piece may put another one
         # there, and what glue makes then must not get the id of the old one.
@@ -146,44 +147,75 @@ PieceCall = Callable[[str, Callable[..., Any], Any, Any], Any]
 """What is called in place of a piece's forward: with its name, that forward, and the arguments."""
 
 
-@contextmanager
-def intercepted(pieces: Mapping[str, nn.Module], call: PieceCall) -> Iterator[None]:
-    """A block in which the pieces' forwards are passed to ``call``. Hooks of the modules run as always.
+class Interceptor:
+    """Passes the calls of some pieces to something else, for the length of a block. Made once, it is used often.
 
-    The hooks of modules on a device mesh are a part of them: they make DTensors of what goes in, and shards of what
-    comes out. So are those of a module that is compiled by ``module.compile()``, and of one with hooks for gradients,
-    which torch puts on what goes in and comes out: what is sent is what other modules get. So are those that compute a
-    weight, as ``torch.nn.utils.spectral_norm`` does.
+    The pieces' forwards are replaced; hooks of the modules run as always. The hooks of modules on a device mesh are a
+    part of them: they make DTensors of what goes in, and shards of what comes out. So are those of a module that is
+    compiled by ``module.compile()``, and of one with hooks for gradients, which torch puts on what goes in and comes
+    out: what is sent is what other modules get. So are those that compute a weight, as
+    ``torch.nn.utils.spectral_norm`` does.
     """
-    whole = {name for name, module in pieces.items() if _runs_whole(module)}
-    places = {name: WHOLE_CALL if name in whole else "forward" for name in pieces}
-    before = {name: vars(module).get(places[name]) for name, module in pieces.items()}
-    for name, module in pieces.items():  # into the dict itself: a module looks at each attribute that is set
-        forward = module.forward if places[name] == "forward" else whole_call(module)
-        vars(module)[places[name]] = _stand_in(name, forward, call)
-    try:
-        yield
-    finally:
-        for name, module in pieces.items():
-            own, place = before[name], places[name]
-            if own is None:
-                del vars(module)[place]
+
+    def __init__(self, pieces: Mapping[str, nn.Module]) -> None:
+        self._pieces = [_Piece(name, module) for name, module in pieces.items()]
+
+    @contextmanager
+    def passing_to(self, call: PieceCall) -> Iterator[None]:
+        """A block in which the pieces' calls go to ``call``."""
+        put_back = [piece.replace(call) for piece in self._pieces]
+        try:
+            yield
+        finally:
+            for each in put_back:
+                each()
+
+
+class _Piece:
+    """A piece, and the last stand-in for its forward."""
+
+    __slots__ = ("_calls", "_forward", "_module", "_name", "_parameters", "_stand_in")
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name, self._module, self._parameters = name, module, parameter_places(module)
+        self._forward: Callable[..., Any] | None = None
+
+    def replace(self, call: PieceCall) -> Callable[[], None]:
+        """Let the piece's calls go to ``call``; returns what ends that."""
+        module, whole = self._module, self._runs_whole()
+        forward = whole_call(module) if whole else module.forward
+        if self._forward != forward:  # bound methods are made each time anew, and are equal
+            self._forward, self._calls = forward, list[PieceCall]()
+            self._stand_in = _stand_in(self._name, forward, self._calls)
+        own, place, calls = vars(module), WHOLE_CALL if whole else "forward", self._calls
+        before = own.get(place)
+        own[place] = self._stand_in  # into the dict itself: a module looks at each attribute that is set
+        calls.append(call)
+
+        def put_back() -> None:
+            calls.pop()
+            if before is None:
+                del own[place]
             else:
-                vars(module)[place] = own
+                own[place] = before
+
+        return put_back
+
+    def _runs_whole(self) -> bool:
+        module = self._module
+        return (
+            is_compiled(module)
+            or has_backward_hooks(module)
+            or computes_weights(module)
+            or any(isinstance(parameter, DTensor) for own in self._parameters for parameter in own.values())
+        )
 
 
-def _runs_whole(module: nn.Module) -> bool:
-    return (
-        is_compiled(module)
-        or has_backward_hooks(module)
-        or computes_weights(module)
-        or holds_parameter(module, DTensor)
-    )
+def _stand_in(name: str, forward: Callable[..., Any], calls: list[PieceCall]) -> Callable[..., Any]:
+    """A forward that passes its calls to the last of ``calls``."""
 
-
-def _stand_in(name: str, forward: Callable[..., Any], call: PieceCall) -> Callable[..., Any]:
     @wraps(forward)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
-        return call(name, forward, args, kwargs)
+        return calls[-1](name, forward, args, kwargs)
 
     return stand_in

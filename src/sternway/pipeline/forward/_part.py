@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sternway._torch.modes import buffers_by_name
+from sternway._torch.modes import buffers_by_name, device_of
 from sternway._tree import TensorIndex
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import like
@@ -196,10 +195,8 @@ class ModelPart(nn.Module):
 
     def _task(self, python_seed: int | None) -> StageTask:
         cut = self._cut[0]
-        tensors = chain(self.parameters(), self.buffers())
-        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        kept = cut.buffers_inside()
-        return StageTask(cut.model, cut.pieces, self._stage, cut.last, cut.stage_of_call, kept, device, python_seed)
+        stage_of, kept, device = cut.stage_of_call, cut.buffers_inside(), device_of(self)
+        return StageTask(cut.model, cut.interceptor, self._stage, cut.last, stage_of, kept, device, python_seed)
 
     def _own_weight(
         self, task: StageTask, batch: dict[int, Tensor], values: dict[Key, Tensor], trail: Trail

@@ -15,7 +15,7 @@ from torch import nn
 
 from sternway._torch.modes import is_compiled
 from sternway.errors import PipelineError
-from sternway.pipeline.forward._follow import intercepted
+from sternway.pipeline.forward._follow import Interceptor
 from sternway.pipeline.forward._untouched import untouched
 
 
@@ -123,6 +123,6 @@ def called_modules(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     modules = {name: m for name, m in model.named_modules() if name and not isinstance(m, torch.jit.ScriptModule)}
     for name in [name for name, module in modules.items() if is_compiled(module)]:  # nobody sees what it calls
         modules = {each: module for each, module in modules.items() if not each.startswith(f"{name}.")}
-    with untouched(model), torch.no_grad(), intercepted(modules, call):
+    with untouched(model), torch.no_grad(), Interceptor(modules).passing_to(call):
         model(*args, **kwargs)
     return list(called)

@@ -137,6 +137,7 @@ class Recorder(Follower):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._aside:
+            self.flow.makes_tensors |= function_name(func) in FROM_PYTHON
             return super().__torch_function__(func, types, args, kwargs)
         given = tensors_in(args, kwargs)
         for tensor in given:

@@ -25,7 +25,7 @@ from sternway._tree import CONSTANT, TensorIndex, leaves, replace_leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import Absent, Like, Noted, not_here, note, tensors_in
 from sternway.pipeline.forward._flow import Call, Crossing
-from sternway.pipeline.forward._follow import PIECE, Follower, Key, intercepted
+from sternway.pipeline.forward._follow import PIECE, Follower, Interceptor, Key
 from sternway.pipeline.forward._names import function_name, user_line
 from sternway.pipeline.forward._python_random import python_seeded
 
@@ -75,7 +75,7 @@ class StageTask:
     """Which part of which model a stage runs."""
 
     model: nn.Module
-    pieces: Mapping[str, nn.Module]
+    pieces: Interceptor
     stage: int
     last: int
     stage_of_call: Mapping[Call, int]
@@ -88,7 +88,7 @@ class StageRun(Follower):
     """Runs one stage's part of one forward."""
 
     def __init__(self, task: StageTask, batch: dict[int, Tensor], values: dict[Key, Tensor], trail: Trail) -> None:
-        super().__init__(task.kept)
+        super().__init__(task.kept, looks_at_python=trail.crossing.makes_tensors)
         self._task, self._batch, self._arrived, self._trail = task, batch, values, trail
         self._past, self._own = trail.segments, [list[Noted]()] if task.stage == 0 else []
         self._is_own = task.stage == 0
@@ -113,7 +113,7 @@ class StageRun(Follower):
         args, kwargs = replace_leaves(self._argument, self._trail.batch)
         result: Any = None
         try:
-            with intercepted(self._task.pieces, self.call), self:
+            with self._task.pieces.passing_to(self.call), self:
                 result = self._task.model(*args, **kwargs)
         except Left:
             pass
