@@ -163,6 +163,61 @@ def test_all_stages_draw_the_same_with_python(with_sample: bool) -> None:
     assert_same_grads(model, plain, rtol=1e-4, atol=1e-6)
 
 
+class MakesTensors(Layers):
+    """Code between the modules makes tensors of what Python has: one for all layers, or one for each; or none yet."""
+
+    made: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tensor(0.5) if self.made == "once" else 1.0
+        for layer in self.layers:
+            x = layer(x) * (torch.tensor(0.5) if self.made == "often" else first)
+        return x
+
+
+@pytest.mark.parametrize("made", ["once", "often"])
+def test_tensors_made_of_what_python_has(made: str) -> None:
+    model = MakesTensors()
+    model.made = made
+    assert_equals_plain(model)
+
+
+def test_tensors_made_of_what_python_has_but_not_in_the_sample() -> None:
+    """They may be random, and every stage would draw another. One that one stage makes and uses is its own."""
+    model = MakesTensors()
+    pipe = build(model)
+    pipe.step(X, target=X)
+    model.zero_grad()
+    plain = copy.deepcopy(model)
+    model.made = plain.made = "often"
+    pipe.step(X, target=X)
+    plain_steps(plain)
+    assert_same_grads(model, plain, rtol=1e-4, atol=1e-6)
+    model.made = "once"
+    with pytest.raises(PipelineError, match=r"was not sent to it.*x = layer\(x\).*pass a sample="):
+        pipe.step(X, target=X)
+
+
+# Calls of modules
+
+
+def test_one_model_in_two_pipelines_whose_forwards_are_replaced() -> None:
+    """What stands in a forward's place is made once. It must not outlive that forward, nor pass calls to the other."""
+    model = Layers()
+    plain = copy.deepcopy(model)
+    pipes = [build(model), build(model, cuts=["layers.1"])]
+    for step, pipe in enumerate([*pipes, *pipes]):
+        for each in (model, plain):
+            layer, factor = each.layers[step], 1 + step
+            layer.forward = lambda x, layer=layer, factor=factor: factor * F.linear(x, layer.weight, layer.bias)
+        pipe.step(X, target=X)
+        plain_steps(plain)
+        assert_same_grads(model, plain, rtol=1e-4, atol=1e-6)
+    for layer in model.layers:
+        del layer.forward
+        assert layer.forward == nn.Linear.forward.__get__(layer)
+
+
 # Buffers
 
 

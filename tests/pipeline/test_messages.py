@@ -57,7 +57,9 @@ def messenger_of(plan: schedule.Schedule, routes: Routes, rank: int, carrier: Fa
     messenger.connect(plan, routes)
     payload = pack(torch.zeros(2, requires_grad=True))
     messenger._told = 1, True
-    messenger._specs = {key: payload[0] for key in all_keys(plan, routes) if not key.is_gradient}
+    for key in all_keys(plan, routes):
+        if not key.is_gradient:
+            messenger._learn(key, payload[0])
     messenger.begin(1, training=True)
     return messenger, payload
 

@@ -7,6 +7,7 @@ So a value that should have been received, and was not, is an error and never a 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -124,6 +125,7 @@ class Noted(NamedTuple):
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, slice, type(...))
+_PLAIN_KINDS = frozenset(_PLAIN)
 
 
 def note(name: str, result: Any, arguments: list[Tensor], written: tuple[int, ...] = ()) -> tuple[Noted, list[Tensor]]:
@@ -148,4 +150,19 @@ def like(tensor: Tensor) -> Like:
 
 def tensors_in(*trees: Any) -> list[Tensor]:
     """The tensors in what a call is given or returns, each once."""
-    return list({id(leaf): leaf for leaf in leaves(trees) if isinstance(leaf, Tensor)}.values())
+    found: dict[int, Tensor] = {}
+    _gather(trees, found)
+    return list(found.values())
+
+
+def _gather(parts: Iterable[Any], found: dict[int, Tensor]) -> None:
+    for part in parts:
+        kind = type(part)
+        if isinstance(part, Tensor):
+            found[id(part)] = part
+        elif kind is tuple or kind is list:
+            _gather(part, found)
+        elif kind is dict:
+            _gather(part.values(), found)
+        elif kind not in _PLAIN_KINDS:
+            found |= {id(leaf): leaf for leaf in leaves(part) if isinstance(leaf, Tensor)}

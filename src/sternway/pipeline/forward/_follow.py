@@ -203,12 +203,10 @@ class _Piece:
 
     def _runs_whole(self) -> bool:
         module = self._module
-        return (
-            is_compiled(module)
-            or has_backward_hooks(module)
-            or computes_weights(module)
-            or any(isinstance(parameter, DTensor) for own in self._parameters for parameter in own.values())
-        )
+        if is_compiled(module) or has_backward_hooks(module) or computes_weights(module):
+            return True
+        kinds = {type(parameter) for own in self._parameters for parameter in own.values()}
+        return any(issubclass(kind, DTensor) for kind in kinds)
 
 
 def _stand_in(name: str, forward: Callable[..., Any], calls: list[PieceCall]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@ that draw random numbers."""
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import traceback
@@ -15,6 +16,7 @@ from torch import Tensor
 from sternway._tree import leaves
 
 
+@functools.lru_cache(maxsize=4096)
 def function_name(function: Any) -> str:
     """The name of a function that a function mode sees; an attribute ``x`` is "x.get" when read, "x.set" when set."""
     name = getattr(function, "__name__", type(function).__name__)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from sternway._torch.modes import buffers_by_name, device_of
+from sternway._torch.modes import buffers_by_name, parameter_places
 from sternway._tree import TensorIndex
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import like
@@ -48,6 +48,7 @@ class ModelPart(nn.Module):
         self._outside: list[tuple[nn.Module, str, nn.Module]] = []  # buffers outside of pieces: here, and in the model
         self._own: list[tuple[nn.Parameter, str, nn.Module, nn.Module]] = []  # those outside of pieces: here, and there
         self._fill(cut, stage)
+        self._parameter_places = parameter_places(self)
         cut.shared_by += 1
         self._cut = (cut,)  # in a tuple, so that the whole model is not a submodule
         self._stage = stage
@@ -195,8 +196,16 @@ class ModelPart(nn.Module):
 
     def _task(self, python_seed: int | None) -> StageTask:
         cut = self._cut[0]
-        stage_of, kept, device = cut.stage_of_call, cut.buffers_inside(), device_of(self)
-        return StageTask(cut.model, cut.interceptor, self._stage, cut.last, stage_of, kept, device, python_seed)
+        stage_of, kept = cut.stage_of_call, cut.buffers_inside()
+        return StageTask(cut.model, cut.interceptor, self._stage, cut.last, stage_of, kept, self._device(), python_seed)
+
+    def _device(self) -> torch.device:
+        """Where the stage's parameters are, or else its buffers."""
+        parameters = (each for own in self._parameter_places for each in own.values() if each is not None)
+        first: Tensor | None = next(parameters, None)
+        if first is None:
+            first = next(self.buffers(), None)
+        return torch.device("cpu") if first is None else first.device
 
     def _own_weight(
         self, task: StageTask, batch: dict[int, Tensor], values: dict[Key, Tensor], trail: Trail

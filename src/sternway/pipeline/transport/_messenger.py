@@ -53,8 +53,8 @@ class Messenger:
         self._seen: list[tuple[int, bool]] = []  # what was told about batches, once a step has run with them
         self._told: tuple[int, bool] | None = None  # what was told about the batch of the step before
         self._training = False
-        self._keep_specs = False  # whether this step's activations come without descriptions
-        self._specs: dict[MessageKey, Spec] = {}
+        self._activations: dict[MessageKey, Spec] = {}  # what is known of them before they come
+        self._gradients: dict[MessageKey, Spec] = {}  # of those whose activations were described
         self._local: dict[MessageKey, Payload] = {}  # from a stage of this rank to another one of this rank
         self._describing = Sends(groups)
         self._incoming: dict[RankEdge, _Incoming] = {}
@@ -90,9 +90,10 @@ class Messenger:
         """
         told, self._training = (batch, training), training
         self._carrier = self._steady if told in self._seen else self._host
-        self._keep_specs = told == self._told and not self._dynamic
+        if told != self._told or self._dynamic:
+            self._activations.clear()
         # What is described again in this step is not known before it arrives.
-        self._specs = {key: spec for key, spec in self._specs.items() if self._keep_specs and not spec.varies}
+        self._gradients = {key: spec for key, spec in self._gradients.items() if key.back in self._activations}
         self._told = told
         self._incoming = {edge: _Incoming(deque(messages)) for edge, messages in self._expected[training].items()}
         self._post()
@@ -142,11 +143,13 @@ class Messenger:
 
     def _known_spec(self, key: MessageKey) -> Spec | None:
         """What a message looks like, if that is known before it comes."""
-        if key.is_gradient:
-            activation = self._specs.get(key.back)
-            return None if activation is None else activation.gradients()
-        spec = self._specs.get(key) if self._keep_specs else None
-        return None if spec is None or spec.varies else spec
+        return (self._gradients if key.is_gradient else self._activations).get(key)
+
+    def _learn(self, key: MessageKey, spec: Spec) -> None:
+        """An activation was described. If it cannot vary, it comes without that from now on."""
+        self._gradients[key.back] = spec.gradients()
+        if not spec.varies:
+            self._activations[key] = spec
 
     def _start_receive(self, incoming: _Incoming, source: int) -> None:
         key = incoming.queue.popleft()
@@ -159,7 +162,7 @@ class Messenger:
         text = torch.empty(int(size.item()), dtype=torch.uint8)
         self._groups.attempt(self._describe(dist.irecv, text, key, source).wait)
         spec: Spec = pickle.loads(text.numpy().tobytes())
-        self._specs[key] = spec
+        self._learn(key, spec)
         return spec
 
     # Sending
@@ -185,7 +188,7 @@ class Messenger:
         text = torch.frombuffer(bytearray(pickle.dumps(spec)), dtype=torch.uint8)
         for tensor in (torch.tensor([text.numel()], dtype=torch.int64), text):
             self._describing.add(self._describe(dist.isend, tensor, key, target), tensor)
-        self._specs[key] = spec
+        self._learn(key, spec)
 
     def _describe(self, call: Any, tensor: Tensor, key: MessageKey, other: int) -> Any:
         members, group = self._groups.members, self._groups.activations

@@ -115,8 +115,9 @@ def pack(tree: Any, *, shards: bool = False) -> Payload:
     shape, tensors = take_tensors(tree)
     if shards:
         layouts = [ShardLayout.of(each) if isinstance(each, DTensor) else None for each in tensors]
-        tensors = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
-        shape = replace_leaves(lambda leaf: _noted(leaf, layouts), shape)
+        if any(layouts):
+            tensors = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+            shape = replace_leaves(lambda leaf: _noted(leaf, layouts), shape)
     return Spec(shape, tuple(TensorSpec.of(t) for t in tensors)), tensors
 
 
