@@ -21,6 +21,14 @@ def test_a_probe_registers_as_many_hooks_as_it_says(probe: Probe) -> None:
     assert (RemovableHandle.next_id, hooks_registered()) == (before[0] + probe.hooks, before[1])
 
 
+@pytest.mark.parametrize("probe", all_probes(), ids=lambda each: each.name)
+def test_a_probe_draws_no_random_numbers(probe: Probe) -> None:
+    """A room probes torch when it is first used: a user's numbers after that must be those without it."""
+    before = torch.get_rng_state()
+    assert probe.fault() is None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_hook_of_another_thread_is_not_taken_for_a_probes() -> None:
     """It was: whatever was registered anywhere while a probe ran was left out, and W went past such a hook."""
     tensor = torch.zeros(2, requires_grad=True)

@@ -139,9 +139,10 @@ def _buffers() -> bool:
 
 @probe("Module._parameters", expected="has a module's own parameters", features=("pipeline",))
 def _parameters() -> bool:
-    model = nn.Sequential(nn.Identity(), nn.Linear(1, 1, bias=False))
-    places, after = parameter_places(model), nn.Parameter(torch.ones(1, 1))
-    model[1].weight = after  # in the same place
+    inner = nn.Module()  # a layer would draw random numbers
+    inner.weight = nn.Parameter(torch.ones(1))
+    places, after = parameter_places(nn.Sequential(nn.Identity(), inner)), nn.Parameter(torch.ones(1))
+    inner.weight = after  # in the same place
     found = [parameter for place in places for parameter in place.values() if parameter is not None]
     return len(found) == 1 and found[0] is after
 

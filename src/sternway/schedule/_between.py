@@ -3,21 +3,50 @@
 rank 0   |── F ──|
 rank 1   |─ W ─|       |── F ──|       [1] it waited: from the end on rank 0, a message and the overhead of F
 rank 1   |───── W ─────|·|── F ──|     [2] the message was there before W ended: the overhead of F alone
+
+A message that is sent soon after another one on the same way may have waited for that (``Costs.comm_busy``). So several
+shares are tried: with the right one, what messages take besides these waits is most alike.
 """
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from sternway.schedule._costs import EPSILON
 from sternway.schedule._depends import KIND
 from sternway.schedule._timeline import Timeline
 
 _TELLING = 3  # messages that were waited for, from which a median tells something
+_SHARES = tuple(eighth / 8 for eighth in range(9))  # of a message's time, that it may keep its way busy
+_BETTER = 0.9  # of what is unexplained with the planned share, that another one must be below
+_ENOUGH = 2000  # messages, to find that share
+_IDLE = 0.1  # of a message's time: a rank that was idle for longer has waited for one
 
 Edge = tuple[int, int]
 """From which rank to which."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """When it was sent, and which action needed it: when that began, and how long its rank had been idle by then.
+
+    A rank that was free before the message was sent has waited for it, unless it needed several, of which any may have
+    come last.
+    """
+
+    edge: Edge
+    sent: float
+    action: int
+    start: float
+    idle: float
+    is_alone: bool
+
+    @property
+    def is_waited_for(self) -> bool:
+        return self.is_alone and self.start - self.idle <= self.sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +59,16 @@ class _Start:
     after_action: bool  # and not after upkeep, which it may have waited for
 
 
-def between_actions(
-    runs: Sequence[Timeline], planned: Sequence[Sequence[float]]
-) -> tuple[float | list[list[float]], float]:
+@dataclass(frozen=True, slots=True)
+class Between:
+    """What passes between actions: ``Costs.comm``, one number if all are alike, ``comm_busy`` and ``overhead``."""
+
+    comm: float | list[list[float]]
+    comm_busy: float
+    overhead: float
+
+
+def between_actions(runs: Sequence[Timeline], planned: Sequence[Sequence[float]], busy: float) -> Between:
     """Return the times of messages, for each pair of ranks or one number if they are alike, and an action's overhead.
 
     The time of a message is the median of those for which a rank waited. Where none waited, it is no longer than the
@@ -41,32 +77,103 @@ def between_actions(
     Args:
         runs: measured steps.
         planned: what messages were planned to take, from each rank to each: the most, where no rank waited.
+        busy: the planned share of that in which a message kept its way busy, where nothing tells.
     """
-    starts = [start for run in runs for start in _starts(run)]
+    starts = [list(_starts(run)) for run in runs]
+    sent, most = [_messages(each) for each in starts], max(map(max, planned))
+    found = _times(chain(*(_departures(run, {}, 0.0) for run in sent)), len(planned), most)
+    if busy or _follow_closely(sent, found):
+        for _ in range(2):  # the first time, what messages wait for each other is in what they take
+            busy = _share(sent, found, busy, most)
+            found = _times(chain(*(_departures(run, found, busy) for run in sent)), len(planned), most)
+    gaps = []
+    for actions, run in zip(starts, sent, strict=True):
+        there: dict[int, float] = defaultdict(float)
+        for message, begin in _departures(run, found, busy):
+            there[message.action] = max(there[message.action], begin + found[message.edge])
+        gaps += [
+            each.start - each.free
+            for number, each in enumerate(actions)
+            if each.after_action and there[number] <= each.free
+        ]
+    overhead = max(0.0, capped_mean(gaps)) if gaps else 0.0
+    ranks = range(len(planned))
+    rows = [[max(0.0, found[a, b] - overhead) if a != b else 0.0 for b in ranks] for a in ranks]
+    times = [rows[a][b] for a in ranks for b in ranks if a != b] or [max(0.0, found[0, 0] - overhead)]
+    alike = max(times) - min(times) <= EPSILON * max(times)
+    return Between(times[0] if alike else rows, busy, overhead)
+
+
+def _messages(starts: Sequence[_Start]) -> list[_Message]:
+    """Return the messages of a run, in the order in which they were sent."""
+    found = [
+        _Message(edge, end, number, each.start, each.start - each.free, len(each.needs) == 1)
+        for number, each in enumerate(starts)
+        for edge, end in each.needs
+    ]
+    return sorted(found, key=lambda message: message.sent)
+
+
+def _departures(run: Sequence[_Message], times: Mapping[Edge, float], busy: float) -> Iterator[tuple[_Message, float]]:
+    """Return when each message set out, if each of those before it kept its way busy for a share of its time."""
+    free: dict[Edge, float] = {}
+    for message in run:
+        begin = max(message.sent, free.get(message.edge, message.sent))
+        free[message.edge] = begin + busy * times.get(message.edge, 0.0)
+        yield message, begin
+
+
+def _times(departures: Iterable[tuple[_Message, float]], ranks: int, most: float) -> dict[Edge, float]:
+    """Return the time of a message from each rank to each, besides waiting for others."""
     waited, passed = defaultdict[Edge, list[float]](list), defaultdict[Edge, list[float]](list)
-    for each in starts:
-        for edge, end in each.needs:
-            (waited if each.free <= end else passed)[edge].append(max(0.0, each.start - end))
+    for message, begin in departures:
+        (waited if message.is_waited_for else passed)[message.edge].append(max(0.0, message.start - begin))
     everywhere = [time for times in waited.values() for time in times]
     shortest = [time for times in passed.values() for time in times]
-    usual = statistics.median(everywhere) if everywhere else min([max(map(max, planned)), *shortest])
+    usual = statistics.median(everywhere) if everywhere else min([most, *shortest])
 
     def between(edge: Edge) -> float:
         enough = len(waited[edge]) >= _TELLING
         return statistics.median(waited[edge]) if enough else min([usual, *passed[edge]])
 
-    ranks = range(len(planned))
-    found = [[0.0 if a == b else between((a, b)) for b in ranks] for a in ranks]
-    gaps = [
-        each.start - each.free
-        for each in starts
-        if each.after_action and all(end + found[a][b] <= each.free for (a, b), end in each.needs)
-    ]
-    overhead = max(0.0, capped_mean(gaps)) if gaps else 0.0
-    times = [max(0.0, found[a][b] - overhead) for a in ranks for b in ranks if a != b]
-    if not times or max(times) - min(times) <= EPSILON * max(times):
-        return max(0.0, usual - overhead), overhead
-    return [[max(0.0, time - overhead) for time in row] for row in found], overhead
+    return {(a, b): between((a, b)) for a in range(ranks) for b in range(ranks)}
+
+
+def _follow_closely(sent: Sequence[Sequence[_Message]], times: Mapping[Edge, float]) -> bool:
+    """Return whether a message was sent while another one was on the same way."""
+    for run in sent:
+        last: dict[Edge, float] = {}
+        for message in run:
+            if message.sent < last.get(message.edge, -math.inf) + times[message.edge]:
+                return True
+            last[message.edge] = message.sent
+    return False
+
+
+def _share(sent: Sequence[Sequence[_Message]], times: Mapping[Edge, float], planned: float, most: float) -> float:
+    """Return the share of its time for which a message keeps its way busy: with it, their times are most alike."""
+    some: list[Sequence[_Message]] = []
+    idle = _IDLE * statistics.median(times.values())
+    for run in sent:
+        if sum(map(len, some)) < _ENOUGH:
+            some.append(run)
+    ranks = 1 + max(b for _, b in times)
+
+    def unexplained(share: float) -> float:
+        departures = [list(_departures(run, times, share)) for run in some]
+        usual, total = _times(chain(*departures), ranks, most), 0.0
+        for run in departures:
+            arrived: dict[int, tuple[_Message, float]] = {}  # the last of what an action needed
+            for message, begin in run:
+                there = begin + usual[message.edge]
+                if message.action not in arrived or arrived[message.action][1] < there:
+                    arrived[message.action] = message, there
+            late = [(there - message.start, message.idle > idle) for message, there in arrived.values()]
+            total += sum(abs(by) if is_idle else max(0.0, by) for by, is_idle in late)
+        return total
+
+    best = min(_SHARES, key=unexplained)
+    return best if unexplained(best) < _BETTER * unexplained(planned) else planned
 
 
 def capped_mean(values: Sequence[float]) -> float:

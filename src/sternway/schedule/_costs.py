@@ -72,6 +72,8 @@ class Costs:
         B: time of a whole backward; one number, or one for each stage. I + W unless given; one call may cost less.
         comm: from the end of an action until another rank has its result: one number, or ``comm[a][b]`` for each pair
             of ranks, from a to b. Within a rank this takes no time.
+        comm_busy: for which share of ``comm`` a message keeps the way from one rank to another busy, from 0 to 1: the
+            time of its bytes; the rest is the way's length. The next message there sets out when that is over.
         turn: time of a rank between two steps: to cut the batch, collect the loss, run the optimizer. Counts in
             ``Timeline.period``.
         overhead: time of a rank for each action beyond what it computes, such as Python's. Two stages of a rank have
@@ -129,6 +131,7 @@ class Costs:
     spread: float = 0.0
     selective: float | Sequence[float] | None = None
     memory_selective: float | Sequence[float] | None = None
+    comm_busy: float = 0.0
 
     def __post_init__(self) -> None:
         lengths: dict[str, int] = {}
@@ -148,6 +151,13 @@ class Costs:
         for name in ("turn", "overhead", "spread", "activation_bytes", "static_bytes"):
             object.__setattr__(self, name, _amount(name, getattr(self, name)))
         object.__setattr__(self, "comm", _between(self.comm))
+        object.__setattr__(self, "comm_busy", _amount("comm_busy", self.comm_busy))
+        if self.comm_busy > 1:
+            raise ScheduleError(
+                "comm_busy must be a share of comm, from 0 to 1",
+                got=f"comm_busy={self.comm_busy:g}",
+                fix="pass the time of a message's bytes over that of the message",
+            )
         blocks = tuple(self.blocks) if isinstance(self.blocks, Sequence) else (self.blocks,)
         if not all(type(count) is int and count >= 0 for count in blocks):
             raise ScheduleError(
@@ -282,6 +292,7 @@ class Costs:
             W=whole[2],
             B=whole[3],
             comm=self._hops(len(placement)),
+            comm_busy=self.comm_busy,
             keeps=resolve("memory_after_F"),
             keeps_after_i=resolve("memory_after_I"),
             works=(0.0,) * len(shares),

@@ -27,10 +27,11 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
 
     What the steps did not have is taken from ``planned``: where there is B alone, I and W share its time as they do
     there, and the other way round. A message's time is seen where a rank waits for it, for each pair of ranks on its
-    own; where none waits, ``comm`` is at most the shortest time between an end and the start that needed it. Gathering
-    and reducing are seen where they have a length; for stages where they have none, the planned times change as much as
-    those of the others. ``overhead`` is the time between two actions of a rank that had no message to wait for,
-    and ``spread`` how much equal actions differ.
+    own; where none waits, ``comm`` is at most the shortest time between an end and the start that needed it.
+    ``comm_busy`` is seen where messages follow each other closely. Gathering and reducing are seen where they have a
+    length; for stages where they have none, the planned times change as much as those of the others. ``overhead`` is
+    the time between two actions of a rank that had no message to wait for, and ``spread`` how much equal actions
+    differ.
 
     Example:
         >>> from sternway import schedule
@@ -80,7 +81,7 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
             if (op, stage) in seen:
                 once_more = share.whole * seen["F", stage] + share.selective * expected.selective[stage]
                 seen[op, stage] = max(0.0, seen[op, stage] - once_more)
-    comm, overhead = between_actions(runs, expected.comm)
+    between = between_actions(runs, expected.comm, planned.comm_busy)
     i, w, b = zip(*(_backward(seen, stage, expected) for stage in range(schedule.num_stages)), strict=True)
     f = tuple(seen["F", stage] for stage in range(schedule.num_stages))
     return replace(
@@ -89,8 +90,9 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
         I=i,
         W=w,
         B=b if planned.B is not None or any(op == "B" for op, _ in seen) else None,
-        comm=comm,
-        overhead=overhead,
+        comm=between.comm,
+        comm_busy=between.comm_busy,
+        overhead=between.overhead,
         spread=_spread(times, means),
         turn=statistics.median(turns)
         if (turns := [run.turn for run in runs if run.turn is not None])

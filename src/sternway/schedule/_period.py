@@ -26,6 +26,7 @@ from sternway.schedule._depends import run
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._simulate import LINKS, upkeep_time
 from sternway.schedule._stage_costs import StageCosts
+from sternway.schedule._wires import Wires
 
 _MOST = 64  # steps to look for the pattern; then the average of the second half counts
 _FEWEST, _BUDGET = 8, 40_000  # with a spread: steps at least, and actions that are timed
@@ -39,8 +40,10 @@ def period_of(schedule: Schedule, costs: Costs) -> float:
     per_stage = costs.per_stage(schedule.placement, schedule.recompute, schedule.copies)
     steps, actions = _steps(schedule, per_stage), 3 * schedule.num_stages * schedule.n_microbatches
 
+    wires = Wires(schedule, per_stage) if per_stage.comm_busy else None
+
     def after(before: _Ends, paces: _Paces) -> _Ends:
-        return [end + costs.turn for end in _after(before, steps, per_stage.comm, paces)]
+        return [end + costs.turn for end in _after(before, steps, per_stage.comm, wires, paces)]
 
     begin, mean = [0.0] * schedule.ranks, [1.0] * actions
     even = _until_it_repeats(begin, lambda before: after(before, mean))
@@ -98,8 +101,12 @@ def _length(step: Step, costs: StageCosts) -> float:
     return costs.time(step)
 
 
-def _after(free: _Ends, steps: list[_Timed], comm: Sequence[Sequence[float]], paces: _Paces) -> _Ends:
+def _after(
+    free: _Ends, steps: list[_Timed], comm: Sequence[Sequence[float]], wires: Wires | None, paces: _Paces
+) -> _Ends:
     """When each rank ends a step, given when it may begin."""
+    if wires is not None:
+        wires.clear()
     ends, links = list(free), {link: list(free) for link in set(LINKS.values())}
     made: dict[int, tuple[int, float]] = {}
     gathered: dict[int, float] = {}
@@ -120,7 +127,7 @@ def _after(free: _Ends, steps: list[_Timed], comm: Sequence[Sequence[float]], pa
             continue
         for key in inputs:
             maker, end = made[key]
-            start = max(start, end + comm[maker][rank])
+            start = max(start, end + comm[maker][rank] if wires is None else wires.arrival(key, maker, end, rank))
         for action in step.actions:
             which = action.stage, action.microbatch
             start = max(start, gathered.get(action.stage, 0.0), back.get(which, 0.0))
@@ -130,4 +137,6 @@ def _after(free: _Ends, steps: list[_Timed], comm: Sequence[Sequence[float]], pa
                 forwards[action.stage, action.microbatch] = ends[rank]
         for key in outputs:
             made[key] = rank, ends[rank]
+        if wires is not None:
+            wires.send(rank, outputs, ends[rank])
     return [max(all_links) for all_links in zip(ends, *links.values(), strict=True)]

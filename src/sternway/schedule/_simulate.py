@@ -2,10 +2,11 @@
 
 Each rank runs its actions in order, each as soon as the rank is free and what it waits for has arrived (``_depends``).
 An overlapped pair waits for what both of its actions need, takes their time together (``Costs.overlap``), and ends both
-at once. Sends do not block, and neither does the upkeep of sharded stages: each rank has a link that gathers or reduces
-one stage at a time, and only what computes on a stage waits for its gathering. Two more links move microbatches to the
-host and back; what computes after an OFFLOAD waits for it, and a backward for its RELOAD. So any order in which the
-actions can run gives the same times, and one pass over such an order finds them.
+at once. Sends do not block, though messages from one rank to another follow each other (``_wires``), and neither does
+the upkeep of sharded stages: each rank has a link that gathers or reduces one stage at a time, and only what computes
+on a stage waits for its gathering. Two more links move microbatches to the host and back; what computes after an
+OFFLOAD waits for it, and a backward for its RELOAD. So any order in which the actions can run gives the same times, and
+one pass over such an order finds them.
 """
 
 from sternway.errors import ScheduleError
@@ -15,6 +16,7 @@ from sternway.schedule._depends import run
 from sternway.schedule._schedule import Schedule
 from sternway.schedule._stage_costs import StageCosts
 from sternway.schedule._timeline import Bottleneck, Event, Timeline, timeline_of
+from sternway.schedule._wires import Wires
 
 LINKS = {"UNSHARD": "net", "RESHARD": "net", "REDUCE_GRAD": "net", "OFFLOAD": "out", "RELOAD": "back"}
 """The link that carries each kind of upkeep, one at a time."""
@@ -55,7 +57,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:  # noqa: B
 
 def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list[list[Event | None]]]:
     """Return each rank's events, and for each of them the event that it waited for last, if any."""
-    comm = costs.comm
+    comm, wires = costs.comm, Wires(schedule, costs) if costs.comm_busy else None
     nothing = Event(0, 0, Action(0, "F", 0), 0.0, 0.0)
     makers = [nothing] * (3 * schedule.num_stages * schedule.n_microbatches)
     events: list[list[Event]] = [[] for _ in schedule.actions]
@@ -96,7 +98,9 @@ def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list
             continue
         for key in inputs:
             maker = makers[key]
-            arrival = maker.end + comm[maker.rank][rank]
+            arrival = (
+                maker.end + comm[maker.rank][rank] if wires is None else wires.arrival(key, maker.rank, maker.end, rank)
+            )
             if arrival > start:
                 start, cause = arrival, maker
         for action in step.actions:
@@ -109,6 +113,8 @@ def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list
         free[rank] = event
         for key in outputs:
             makers[key] = event
+        if wires is not None:
+            wires.send(rank, outputs, event.end)
     return events, causes
 
 

@@ -13,10 +13,10 @@ from sternway.schedule._again import Share
 class StageCosts:
     """Costs for one placement: one number for each stage.
 
-    ``comm[a][b]`` is the time of a message from rank a to rank b, none from a rank to itself. ``keeps[s]`` is what F of
-    stage s adds to its rank's memory, ``keeps_after_i[s]`` what I leaves of it, and ``works[s]`` what I or B takes
-    beyond ``keeps[s]`` while it runs: something if the stage is recomputed. ``away[s]`` is what a microbatch keeps on
-    its rank while it is offloaded.
+    ``comm[a][b]`` is the time of a message from rank a to rank b, none from a rank to itself, and ``comm_busy`` the
+    share of it in which no other can set out there. ``keeps[s]`` is what F of stage s adds to its rank's memory,
+    ``keeps_after_i[s]`` what I leaves of it, and ``works[s]`` what I or B takes beyond ``keeps[s]`` while it runs:
+    something if the stage is recomputed. ``away[s]`` is what a microbatch keeps on its rank while it is offloaded.
     """
 
     F: tuple[float, ...]
@@ -34,6 +34,7 @@ class StageCosts:
     away: tuple[float, ...] = ()
     overlap: tuple[float, ...] = ()
     selective: tuple[float, ...] = ()
+    comm_busy: float = 0.0
 
     @property
     def amounts(self) -> tuple[tuple[float, ...], ...]:

@@ -49,7 +49,12 @@ def measure(request: BuildRequest, model: nn.Module, layout: Layout, transport: 
 
     crew = transport.crew() if request.everyone is None else transport.crew_apart(request.everyone)
     found = crew.share(Outcome(run))[0].result()
-    return None if found is None else replace(found, comm=crew.share(transport.delay(max(found.sent_bytes)))[0])
+    if found is None:
+        return None
+    empty, full = transport.delay(1), transport.delay(max(found.sent_bytes))
+    busy = max(0.0, full - empty) / full if full else 0.0
+    comm, comm_busy = crew.share((full, busy))[0]
+    return replace(found, comm=comm, comm_busy=comm_busy)
 
 
 def _longer(plain: Profile, again: Profile, places: Collection[int]) -> tuple[float, ...]:

@@ -52,6 +52,7 @@ class Profile:
         bytes_after_I: bytes that are still kept after I, for W.
         sent_bytes: bytes that the stage sends to the next.
         comm: seconds that a message takes. A ``Pipeline`` measures it; ``profile``, in one process, cannot.
+        comm_busy: the share of that in which no other message can set out: the time of its bytes. Likewise.
         selective: seconds that F and B take longer if blocks are recomputed selectively. A ``Pipeline`` measures that
             if its memory is limited.
     """
@@ -65,6 +66,7 @@ class Profile:
     bytes_after_I: tuple[int, ...]  # noqa: N815
     sent_bytes: tuple[int, ...]
     comm: float = 0.0
+    comm_busy: float = 0.0
     selective: tuple[float, ...] | None = None
 
     def __repr__(self) -> str:
@@ -98,6 +100,7 @@ class Profile:
             W=self.W,
             B=self.B if gains else None,
             comm=self.comm,
+            comm_busy=self.comm_busy,
             memory_after_I=sum(self.bytes_after_I) / kept if kept else 1.0,
             selective=self.selective,
         )
@@ -125,6 +128,7 @@ class Profile:
             bytes_after_I=total(self.bytes_after_I),
             sent_bytes=tuple(self.sent_bytes[end - 1] for end in ends),
             comm=self.comm,
+            comm_busy=self.comm_busy,
             selective=None if self.selective is None else total(self.selective),
         )
 

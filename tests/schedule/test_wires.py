@@ -1,0 +1,136 @@
+"""Messages from one rank to another follow each other: ``Costs.comm_busy``."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_schedules import invented, named
+
+from sternway import schedule
+from sternway.errors import ScheduleError
+from sternway.schedule import Costs, Schedule, measured_costs
+from sternway.schedule._depends import KIND, needs
+
+NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
+
+
+def starts_of(plan: Schedule, costs: Costs) -> dict[str, float]:
+    return {str(event.action): event.start for rank in plan.simulate(costs).events for event in rank}
+
+
+@pytest.mark.parametrize(("busy", "forwards"), [(0.0, [4, 5, 6, 7]), (0.5, [4, 5.5, 7, 8.5]), (1.0, [4, 7, 10, 13])])
+def test_each_message_waits_for_the_one_before(busy: float, forwards: list[float]) -> None:
+    """
+    sent at   1   2   3   4        each takes 3, so with comm_busy=1 the second arrives at 1 + 3 + 3
+    """
+    plan = schedule.make("gpipe", ranks=2, microbatches=4)
+    starts = starts_of(plan, Costs(F=1, I=0.5, W=0.5, comm=3, comm_busy=busy))
+    assert [starts[f"1F{i}"] for i in range(4)] == forwards
+
+
+def test_the_other_direction_is_a_way_of_its_own() -> None:
+    plan = schedule.make("zb-h1", ranks=2, microbatches=4)
+    costs = Costs(F=1, I=1, W=1, comm=1, comm_busy=1)  # one message each way in three
+    assert plan.simulate(costs).period == pytest.approx(plan.simulate(Costs(F=1, I=1, W=1, comm=1)).period)
+
+
+def slow_starts(plan: Schedule, costs: Costs) -> dict[str, float]:
+    """Again and again from what is known so far, until nothing changes: no order, no tables of who needs what."""
+    times = costs.per_stage(plan.placement)
+    rank_of, sources = plan.stage_ranks(), needs(plan.num_stages)
+    ends: dict[tuple[int, int], float] = {}
+    starts: dict[str, float] = {}
+    arrived: dict[tuple[int, int, int], float] = {}
+    while True:
+        before = dict(starts), dict(arrived)
+        for rank, steps in enumerate(plan.actions):
+            free = 0.0
+            for step in steps:
+                wanted = [
+                    (3 * a.stage + KIND[a.op], a.microbatch, source)
+                    for a in step.actions
+                    for source in sources[3 * a.stage + KIND[a.op]]
+                ]
+                when = [
+                    arrived.get((source, i, rank)) if rank_of[source // 3] != rank else ends.get((source, i))
+                    for _, i, source in wanted
+                ]
+                if any(each is None for each in when):
+                    break
+                starts[str(step)] = max([free, *(each for each in when if each is not None)])
+                free = starts[str(step)] + times.time(step)
+                ends |= {(3 * a.stage + KIND[a.op], a.microbatch): free for a in step.actions}
+            wires: dict[int, float] = {}
+            for step in steps:
+                for a in step.actions:
+                    made, i = 3 * a.stage + KIND[a.op], a.microbatch
+                    if (made, i) not in ends:
+                        break
+                    other = a.stage + (1 if a.op == "F" else -1)
+                    if a.op != "W" and 0 <= other < plan.num_stages and rank_of[other] != rank:
+                        to = rank_of[other]
+                        begin = max(ends[made, i], wires.get(to, 0.0))
+                        wires[to] = begin + costs.comm_busy * times.comm[rank][to]
+                        arrived[made, i, to] = begin + times.comm[rank][to]
+        if (starts, arrived) == before:
+            return starts
+
+
+@settings(max_examples=60, deadline=None)
+@given(plan=st.one_of(invented(), named()), comm=st.floats(0, 4), busy=st.floats(0, 1))
+def test_any_schedule_runs_as_told(plan: Schedule, comm: float, busy: float) -> None:
+    costs = Costs(F=1, I=1.2, W=0.7, comm=comm, comm_busy=busy)
+    assert starts_of(plan, costs) == pytest.approx(slow_starts(plan, costs))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_takes_as_long_as_its_messages_keep_a_way_busy(name: str) -> None:
+    plan = schedule.make(name, ranks=2, microbatches=6)
+    there = len(plan.placement[0])  # messages of a microbatch from one rank to the other: some looped ones have more
+    costs = Costs(F=0.1, I=0.1, W=0.1, comm=2, comm_busy=1)
+    assert plan.simulate(costs).period >= 6 * there * 2 - 1e-9
+    assert plan.simulate(costs).period >= plan.simulate(Costs(F=0.1, I=0.1, W=0.1, comm=2)).period
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("comm", [0.2, 1.0, 3.0])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_measured_steps_show_it(name: str, ranks: int, comm: float, busy: float) -> None:
+    """Where messages follow each other closely. Where they do not, it makes no difference."""
+    plan = schedule.make(name, ranks=ranks, microbatches=8)
+    truth = Costs(F=1, I=1.1, W=0.9, comm=comm, comm_busy=busy)
+    run = plan.simulate(truth)
+    found = measured_costs([run, run], Costs())
+    assert plan.simulate(found).makespan == pytest.approx(run.makespan, rel=0.01)
+    if run.makespan > 1.05 * plan.simulate(Costs(F=1, I=1.1, W=0.9, comm=comm)).makespan:
+        assert found.comm_busy == pytest.approx(busy, abs=0.26)
+
+
+def test_where_nothing_tells_it_stays_as_planned() -> None:
+    run = schedule.make("1f1b", ranks=2, microbatches=4).simulate(Costs(comm=0.1, comm_busy=0.75))
+    assert measured_costs(run, Costs(comm_busy=0.5)).comm_busy == 0.5
+
+
+def test_a_search_counts_it() -> None:
+    """Two stages on each rank send twice as many messages: over a slow link one is better."""
+    options = {"F": 1, "I": 1, "W": 1, "comm": 1.4}
+    free, slow = Costs(**options), Costs(**options, comm_busy=1)
+    found = schedule.search(slow, ranks=2, microbatches=8, memory_limit=4)
+    assert (
+        found.simulate(slow).period
+        <= schedule.search(free, ranks=2, microbatches=8, memory_limit=4).simulate(slow).period
+    )
+    assert schedule.lower_bound(slow, ranks=2, microbatches=8, memory_limit=4) <= found.simulate(slow).makespan
+    for name in ("1f1b", "zb-h1", "zb-v"):
+        named = schedule.make(name, ranks=2, microbatches=8)
+        if named.simulate(slow).peak_memory <= 4:
+            assert found.simulate(slow).period <= named.simulate(slow).period + 1e-9
+
+
+def test_a_share_is_from_0_to_1() -> None:
+    with pytest.raises(ScheduleError, match=r"share of comm.*got comm_busy=1\.5"):
+        Costs(comm_busy=1.5)
+    with pytest.raises(ScheduleError, match="finite and not negative"):
+        Costs(comm_busy=-0.1)
