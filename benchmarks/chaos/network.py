@@ -45,7 +45,10 @@ def possible() -> str:
 
 
 class TwoMachines:
-    """Two namespaces and the link between them; both are gone at the end."""
+    """Two namespaces and the link between them, by the first of ``shapes`` that can be had; all is gone at the end."""
+
+    def __init__(self, shapes: dict[str, str] = SLOW) -> None:
+        self._shapes = shapes
 
     def __enter__(self) -> TwoMachines:
         self._remove()
@@ -56,7 +59,7 @@ class TwoMachines:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", link)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", link, "up")
-        self.link = next((kind for kind in SLOW if self._shape(SLOW[kind])), "plain")
+        self.link = next((kind for kind, how in self._shapes.items() if self._shape(how)), "plain")
         return self
 
     def __exit__(
@@ -86,7 +89,7 @@ class TwoMachines:
         time.sleep(seconds)
         _ip("-n", NAMES[0], "link", "set", LINKS[0], "up")
 
-    def start(self, number: int, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, number: int, log: Path, *arguments: str, program: Path = EXAMPLE) -> subprocess.Popen[bytes]:
         """A torchrun on one of the machines."""
         command = ["ip", "netns", "exec", NAMES[number], sys.executable, "-m", "torch.distributed.run"]
         command += ["--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3"]
@@ -96,7 +99,7 @@ class TwoMachines:
             f"is_host={int(number == 0)}",
             "--local-addr",
             ADDRESSES[number],
-            str(EXAMPLE),
+            str(program),
             *arguments,
         ]
         environment = os.environ | {
