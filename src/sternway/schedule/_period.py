@@ -40,10 +40,10 @@ def period_of(schedule: Schedule, costs: Costs) -> float:
     per_stage = costs.per_stage(schedule.placement, schedule.recompute, schedule.copies)
     steps, actions = _steps(schedule, per_stage), 3 * schedule.num_stages * schedule.n_microbatches
 
-    wires = Wires(schedule, per_stage) if per_stage.comm_busy else None
+    wires = Wires(schedule, per_stage)
 
     def after(before: _Ends, paces: _Paces) -> _Ends:
-        return [end + costs.turn for end in _after(before, steps, per_stage.comm, wires, paces)]
+        return [end + costs.turn for end in _after(before, steps, wires, paces)]
 
     begin, mean = [0.0] * schedule.ranks, [1.0] * actions
     even = _until_it_repeats(begin, lambda before: after(before, mean))
@@ -101,12 +101,10 @@ def _length(step: Step, costs: StageCosts) -> float:
     return costs.time(step)
 
 
-def _after(
-    free: _Ends, steps: list[_Timed], comm: Sequence[Sequence[float]], wires: Wires | None, paces: _Paces
-) -> _Ends:
+def _after(free: _Ends, steps: list[_Timed], wires: Wires, paces: _Paces) -> _Ends:
     """When each rank ends a step, given when it may begin."""
-    if wires is not None:
-        wires.clear()
+    wires.clear()
+    arrived = wires.arrived
     ends, links = list(free), {link: list(free) for link in set(LINKS.values())}
     made: dict[int, tuple[int, float]] = {}
     gathered: dict[int, float] = {}
@@ -127,7 +125,7 @@ def _after(
             continue
         for key in inputs:
             maker, end = made[key]
-            start = max(start, end + comm[maker][rank] if wires is None else wires.arrival(key, maker, end, rank))
+            start = max(start, end if maker == rank else arrived[key])
         for action in step.actions:
             which = action.stage, action.microbatch
             start = max(start, gathered.get(action.stage, 0.0), back.get(which, 0.0))
@@ -137,6 +135,5 @@ def _after(
                 forwards[action.stage, action.microbatch] = ends[rank]
         for key in outputs:
             made[key] = rank, ends[rank]
-        if wires is not None:
-            wires.send(rank, outputs, ends[rank])
+        wires.send(rank, outputs, ends[rank])
     return [max(all_links) for all_links in zip(ends, *links.values(), strict=True)]

@@ -57,7 +57,7 @@ def simulate(schedule: Schedule, costs: Costs = Costs()) -> Timeline:  # noqa: B
 
 def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list[list[Event | None]]]:
     """Return each rank's events, and for each of them the event that it waited for last, if any."""
-    comm, wires = costs.comm, Wires(schedule, costs) if costs.comm_busy else None
+    wires = Wires(schedule, costs)
     nothing = Event(0, 0, Action(0, "F", 0), 0.0, 0.0)
     makers = [nothing] * (3 * schedule.num_stages * schedule.n_microbatches)
     events: list[list[Event]] = [[] for _ in schedule.actions]
@@ -98,9 +98,7 @@ def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list
             continue
         for key in inputs:
             maker = makers[key]
-            arrival = (
-                maker.end + comm[maker.rank][rank] if wires is None else wires.arrival(key, maker.rank, maker.end, rank)
-            )
+            arrival = maker.end if maker.rank == rank else wires.arrived[key]
             if arrival > start:
                 start, cause = arrival, maker
         for action in step.actions:
@@ -113,8 +111,7 @@ def _run(schedule: Schedule, costs: StageCosts) -> tuple[list[list[Event]], list
         free[rank] = event
         for key in outputs:
             makers[key] = event
-        if wires is not None:
-            wires.send(rank, outputs, event.end)
+        wires.send(rank, outputs, event.end)
     return events, causes
 
 

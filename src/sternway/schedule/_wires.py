@@ -14,31 +14,33 @@ from sternway.schedule._stage_costs import StageCosts
 
 
 class Wires:
-    """The messages of one step of a schedule. Each rank says what it has computed, in its own order."""
+    """The messages of one step of a schedule. Each rank says what it has computed, in its own order.
+
+    Attributes:
+        arrived: when what was computed, in the numbers of ``run``, is there on the other rank that needs it.
+    """
 
     def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
-        rank_of = schedule.stage_ranks()
-        self._targets = [
-            [rank_of[step // 3] for step in steps] for steps in feeds(schedule.num_stages, schedule.copies)
+        rank_of, self._n = schedule.stage_ranks(), schedule.n_microbatches
+        self._target = [
+            next((rank_of[other // 3] for other in others if rank_of[other // 3] != rank_of[step // 3]), None)
+            for step, others in enumerate(feeds(schedule.num_stages, schedule.copies))
         ]
-        self._comm, self._busy, self._n = costs.comm, costs.comm_busy, schedule.n_microbatches
+        self._comm, self._busy = costs.comm, costs.comm_busy
+        self.arrived = [0.0] * (len(self._target) * self._n)
         self.clear()
 
     def clear(self) -> None:
         """Begin a step."""
         self._free: dict[tuple[int, int], float] = {}  # from which rank to which: when the wire is free
-        self._arrived: dict[int, float] = {}
 
     def send(self, rank: int, outputs: Sequence[int], end: float) -> None:
-        """A rank has computed this, in the numbers of ``run``: whoever needs it elsewhere gets it."""
+        """Send what a rank has computed, if another one needs it."""
         for key in outputs:
-            for target in self._targets[key // self._n]:
-                if target != rank:
+            target = self._target[key // self._n]
+            if target is not None:
+                time, begin = self._comm[rank][target], end
+                if self._busy:
                     begin = max(end, self._free.get((rank, target), end))
-                    time = self._comm[rank][target]
                     self._free[rank, target] = begin + self._busy * time
-                    self._arrived[key] = begin + time
-
-    def arrival(self, key: int, source: int, end: float, rank: int) -> float:
-        """When something that ``source`` computed until ``end`` is there on ``rank``."""
-        return end if source == rank else self._arrived[key]
+                self.arrived[key] = begin + time
