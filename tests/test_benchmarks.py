@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+from chaos.network import possible
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-def run(name: str, *arguments: str) -> Any:
-    command = [sys.executable, str(BENCHMARKS / name / "main.py"), "--json", *arguments]
+def run(name: str, *arguments: str, program: str = "main.py") -> Any:
+    command = [sys.executable, str(BENCHMARKS / name / program), "--json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -25,6 +28,11 @@ def test_pipeline() -> None:
     assert row["schedules"] == {name: name for name in ours}
     assert all(row["efficiency"][name] > 0 for name in ["torch 1F1B", *(f"sternway {name}" for name in ours)])
     assert all(step["bound_ms"] > 0 for step in row["one_step"].values())
+
+
+def test_overhead() -> None:
+    rows = run("pipeline", "--rounds", "1", program="overhead.py")["rows"]
+    assert all(ratio > 0 for ratio in rows["GPT, 2 ranks"]["ratios"].values())
 
 
 def test_plan() -> None:
@@ -44,6 +52,14 @@ def test_plan_within_less_memory() -> None:
     (case,) = run("plan", *wanted, "--schedules", "1f1b")["cases"]
     assert [row["schedule"] for row in case["rows"]] == ["1f1b", "auto"]
     assert all(row["fits"] and row["held_over_limit"] <= 1 for row in case["rows"])
+
+
+def test_plan_over_a_slow_link() -> None:
+    if why := possible():
+        pytest.skip(why)
+    wanted = ["--bytes", "65536", "--rounds", "1", "--schedules", "gpipe"]
+    row = run("plan", *wanted, program="link.py")["bytes"]["65536"]["gpipe"]
+    assert row["step_ms"] >= 240, "eight microbatches sleep for 30 ms each on a rank"
 
 
 def test_sharded() -> None:

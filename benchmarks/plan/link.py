@@ -1,6 +1,6 @@
 """Is the plan the run where messages wait for each other? Two machines on one, and a link of 200 Mbit/s between them.
 
-    sudo python benchmarks/plan/link.py [--rate 200mbit] [--bytes 262144,1048576] [--json]
+    sudo python benchmarks/plan/link.py [--rate 200mbit] [--bytes 262144,1048576] [--rounds N] [--json]
 
 Blocks sleep for 10 ms a rank in an F, an I and a W (``asleep.py``); a message of 1 MiB takes 44 ms. What the steps of a
 pipeline show becomes costs, and the step planned for these is compared with further steps: with ``comm_busy``, for
@@ -34,10 +34,10 @@ from sternway.schedule import Costs, measured_costs
 
 SCHEDULES = "gpipe", "1f1b", "zb-h2", "interleaved-1f1b", "zb-v"
 DIM, MICROBATCHES, SECONDS = 64, 8, 0.01
-LOOKS, STEPS, ROUNDS = 6, 6, 3
+LOOKS, STEPS = 2, 6  # in a round: steps that show their times, and steps that are timed
 
 
-def measure(name: str, nbytes: int) -> dict[str, float]:
+def measure(name: str, nbytes: int, rounds: int) -> dict[str, float]:
     """One schedule: the step in milliseconds, and the planned one over it, with ``comm_busy`` and without."""
     torch.manual_seed(0)
     rows = MICROBATCHES * nbytes // (4 * DIM)
@@ -47,8 +47,8 @@ def measure(name: str, nbytes: int) -> dict[str, float]:
         for _ in range(2):
             pipe.step(x, target=target)
         shown, seconds = [], []
-        for _ in range(ROUNDS):
-            shown += [pipe.step(x, target=target, record=True).timeline for _ in range(LOOKS // ROUNDS)]
+        for _ in range(rounds):
+            shown += [pipe.step(x, target=target, record=True).timeline for _ in range(LOOKS)]
             start = time.perf_counter()
             for _ in range(STEPS):
                 pipe.step(x, target=target)
@@ -58,10 +58,10 @@ def measure(name: str, nbytes: int) -> dict[str, float]:
     return {"step_ms": 1e3 * step, "busy": costs.comm_busy, "planned": planned[0] / step, "alone": planned[1] / step}
 
 
-def rank(sizes: list[int], out: Path) -> None:
+def rank(sizes: list[int], names: list[str], rounds: int, out: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    found = {nbytes: {name: measure(name, nbytes) for name in SCHEDULES} for nbytes in sizes}
+    found = {nbytes: {name: measure(name, nbytes, rounds) for name in names} for nbytes in sizes}
     if dist.get_rank() == 0:
         out.write_text(json.dumps(found))
     dist.barrier()
@@ -72,12 +72,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--bytes", default="262144,1048576", help="of a message")
+    parser.add_argument("--schedules", default=",".join(SCHEDULES))
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     sizes = list(map(int, arguments.bytes.split(",")))
     if "RANK" in os.environ:
-        rank(sizes, arguments.out)
+        rank(sizes, arguments.schedules.split(","), arguments.rounds, arguments.out)
         return
     if why := possible():
         sys.exit(why)
@@ -85,7 +87,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, TwoMachines(shape) as machines:
         if machines.link == "plain":
             sys.exit("the kernel cannot limit the rate of a link (tc, tbf)")
-        out, given = Path(folder) / "found.json", ["--bytes", arguments.bytes]
+        out, given = Path(folder) / "found.json", sys.argv[1:]
         logs = [Path(folder) / f"{number}.log" for number in range(2)]
         started = [
             machines.start(number, log, *given, "--out", str(out), program=Path(__file__).resolve())
