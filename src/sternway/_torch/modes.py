@@ -148,9 +148,10 @@ def _buffers() -> bool:
 
 @probe("Module._parameters", expected="has a module's own parameters", features=("pipeline",))
 def _parameters() -> bool:
-    model = nn.Sequential(nn.Identity(), nn.Linear(1, 1, bias=False))
-    places, before = parameter_places(model), model[1].weight
-    model[1].weight = after = nn.Parameter(before.detach())  # to the same place
+    linear = nn.Linear(1, 1, bias=False)
+    model = nn.Sequential(nn.Identity(), linear)
+    places = parameter_places(model)
+    linear.weight = after = nn.Parameter(linear.weight.detach())  # to the same place
     found = [parameter for place in places for parameter in place.values() if parameter is not None]
     return len(found) == 1 and found[0] is after and device_of(model) == after.device
 

@@ -17,7 +17,13 @@ from torch import nn
 from sternway._torch.modes import buffers_by_name, put_buffer, take_buffer
 
 _OF_TORCH = frozenset(vars(nn.Module()))
-_MISSING: Any = object()
+
+
+class _Missing:
+    """Stands for no value; a class, which copies and pickles are the same as."""
+
+
+_MISSING: Any = _Missing
 
 _Name = tuple[int, str, bool]  # a module, a name in it, and whether it is that of a buffer
 
@@ -78,7 +84,7 @@ class OwnAttributes:
     def _changes(self, before: list[dict[str, Any]]) -> Iterator[tuple[_Name, Any, Any]]:
         """What is not as it was before: its name, what it was, and what it is."""
         for number, (old, new) in enumerate(zip(before, self._places(), strict=True)):
-            if old.keys() == new.keys() and all(map(operator.is_, old.values(), new.values())):
+            if list(old) == list(new) and all(map(operator.is_, old.values(), new.values())):
                 continue
             for name in old.keys() | new.keys():
                 pair = old.get(name, _MISSING), new.get(name, _MISSING)

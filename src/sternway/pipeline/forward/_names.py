@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sternway._tree import leaves
 
@@ -64,6 +64,18 @@ def python_random_state() -> tuple[Any, ...]:
         return (random.getstate(),)
     kind, keys, *rest = numpy.random.get_state()
     return random.getstate(), kind, keys.tobytes(), *rest
+
+
+def own_generators(model: nn.Module) -> dict[str, Any]:
+    """The generators of Python or numpy that modules have as attributes, by name. ``pickle`` says where they are."""
+    numpy = sys.modules.get("numpy")
+    kinds = (random.Random,) if numpy is None else (random.Random, numpy.random.Generator, numpy.random.RandomState)
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, kinds) and not isinstance(value, random.SystemRandom)  # which is nowhere
+    }
 
 
 def backward_inputs(function: Any, args: Any, kwargs: Any) -> list[Tensor] | None:

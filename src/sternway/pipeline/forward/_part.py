@@ -45,7 +45,7 @@ class ModelPart(nn.Module):
 
     def __init__(self, cut: CutModel, stage: int) -> None:
         super().__init__()
-        self._outside: list[tuple[nn.Module, str, nn.Module]] = []  # buffers outside of pieces: here, and in the model
+        self._outside: list[tuple[nn.Module, str, nn.Module]] = []  # buffers not of its pieces: here, and in the model
         self._own: list[tuple[nn.Parameter, str, nn.Module, nn.Module]] = []  # those outside of pieces: here, and there
         self._fill(cut, stage)
         cut.shared_by += 1
@@ -77,8 +77,7 @@ class ModelPart(nn.Module):
                 if stage in cut.stages_of.get(id(buffer), (stage,)) and not within(name, own):
                     persistent = short in module.state_dict(keep_vars=True) if _plain(module) else True
                     self._holder(name).register_buffer(short, buffer, persistent=persistent)
-                    if id(buffer) not in cut.stages_of:
-                        self._outside.append((self._holder(name), short, module))
+                    self._outside.append((self._holder(name), short, module))
 
     def _holder(self, name: str) -> nn.Module:
         """The module that holds what is called ``name``: as in the whole model, but empty unless it is a piece."""
@@ -112,17 +111,17 @@ class ModelPart(nn.Module):
                 )
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of any module; buffers outside of pieces are those that the whole model has now."""
+        """As of any module; buffers not of its pieces are those that the whole model has now."""
         self.look_outside()
         return super().named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module; buffers outside of pieces are those that the whole model has now."""
+        """As of any module; buffers not of its pieces are those that the whole model has now."""
         self.look_outside()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module; buffers outside of pieces are those that the whole model has now."""
+        """As of any module; buffers not of its pieces are those that the whole model has now."""
         self.look_outside()
         return super().load_state_dict(*args, **kwargs)
 
@@ -196,7 +195,9 @@ class ModelPart(nn.Module):
     def _task(self, python_seed: int | None) -> StageTask:
         cut = self._cut[0]
         stage_of, kept, device = cut.stage_of_call, cut.buffers_inside(), device_of(self)
-        return StageTask(cut.model, cut.interceptor, self._stage, cut.last, stage_of, kept, device, python_seed)
+        return StageTask(
+            cut.model, cut.interceptor, self._stage, cut.last, stage_of, kept, device, python_seed, cut.has
+        )
 
     def _own_weight(
         self, task: StageTask, batch: dict[int, Tensor], values: dict[Key, Tensor], trail: Trail

@@ -19,7 +19,7 @@ from sternway.pipeline.forward._python_random import python_unchanged
 def untouched(*modules: nn.Module) -> Iterator[None]:
     """A block after which buffers, generators, and what modules have by name are as before.
 
-    That is numbers, text, tensors, and lists, dicts and sets as far as what is in them.
+    Of tensors, lists, dicts and sets that is also what is in them.
     """
     tensors = [tensor for module in modules for tensor in [*module.parameters(), *module.buffers()]]
     owners = list({id(owner): owner for module in modules for owner in module.modules()}.values())
