@@ -134,7 +134,7 @@ def test_attributes_that_change_places() -> None:
     """Each gets the value and the place of the other, so that the values were the same, one by one."""
     module = Layers()
     module.one, module.other = 1.0, 2.0
-    attributes = OwnAttributes([module])
+    attributes = OwnAttributes([module], module)
     with attributes.of(0):
         del module.one, module.other
         module.other, module.one = 1.0, 2.0
@@ -179,6 +179,30 @@ class KindsOfCalls(nn.Linear):
 def test_the_sample_leaves_no_trace_in_objects(kind: Any) -> None:
     """What a forward left in an object of its own, or in a ``Counter``, remained."""
     assert_equals_plain(kind(), steps=2)
+
+
+class Recorded(Layers):
+    """Puts hooks on its layers when it is first asked to, as models of transformers do for ``output_hidden_states``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "is_hooked", False):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda _, inputs, output: self.seen.append(output))
+            self.is_hooked = True
+        self.seen = []
+        x = super().forward(x)
+        return x + sum(seen * place for place, seen in enumerate(self.seen))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_hooks_that_a_forward_puts_on_modules(schedule: str) -> None:
+    """They were there several times: for each run of the sample, and for each stage."""
+    options = {"cuts": ["layers.1", "layers.2", "layers.3"]} if schedule == "zb-v" else {}
+    assert_equals_plain(Recorded(), steps=2, schedule=schedule, **options)
 
 
 # Random numbers of Python

@@ -283,7 +283,7 @@ class Pipeline:
             for name, parameter in self.named_parameters():
                 if parameter.grad is not None and id(parameter) not in own:
                     raise PipelineError(
-                        "with max_norm, an optimizer must have all parameters with gradients, which are clipped together",
+                        "with max_norm, an optimizer must have all parameters with gradients: all are clipped",
                         got=f"one without {name}",
                         fix="call pipe.clip_grad_norm_, and then step and zero_grad of each optimizer",
                     )

@@ -48,7 +48,7 @@ class CutModel:
         ]
         self._known: dict[int, weakref.ref[Tensor]] = {}
         self._cut_inside = [(name, module) for name, module in self._outside if name and len(stages[name]) > 1]
-        self.attributes, self.shared_by = OwnAttributes([module for _, module in self._outside]), 0
+        self.attributes, self.shared_by = OwnAttributes([module for _, module in self._outside], model), 0
         self.crossing: Crossing | None = None
         self._flow = flow
         self._release: set[int] | None = None  # the stages to keep, once the whole model is not needed any more

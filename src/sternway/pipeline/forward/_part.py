@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sternway._torch.modes import buffers_by_name, device_of
-from sternway._tree import TensorIndex
+from sternway._tree import TensorIndex, tensor_places
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import like
 from sternway.pipeline.forward._attributes import OwnAttributes
@@ -161,7 +161,7 @@ class ModelPart(nn.Module):
             shares = kwargs.pop(SHARES, None)
             spec, tensors = pack((args, kwargs))
             batch = dict(enumerate(tensors)) | ({} if shares is None else {_SHARES_LEAF: shares})
-            crossing = self._cut[0].look(args, kwargs)
+            crossing = self._cut[0].look(args, kwargs).of_batch(tensor_places(spec.tree))
             values, trail = {}, Trail(spec.tree, [like(tensor) for tensor in tensors], crossing, [])
         else:
             batch, values, trail = args

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from sternway._torch.modes import uncompiled
+from sternway._tree import tensor_places
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import tensors_in
 from sternway.pipeline.forward._flow import Flow
@@ -97,6 +98,7 @@ def _follow(
         recorder.note_replaced(model)
     check_replaced(replaced)
     recorder.finish(tensors_in(result))
+    recorder.flow.batch = tensor_places(spec.tree)
     return recorder
 
 
