@@ -17,7 +17,7 @@ from sternway.pipeline.forward._absent import like
 from sternway.pipeline.forward._attributes import OwnAttributes
 from sternway.pipeline.forward._flow import Crossing
 from sternway.pipeline.forward._follow import Key
-from sternway.pipeline.forward._own_loss import LABELS, check_term, filled, find_rule, loss_of, nothing_moved
+from sternway.pipeline.forward._own_loss import LABELS, check_term, filled, find_rule, loss_of, nothing_moved, trial
 from sternway.pipeline.forward._python_random import python_seeded
 from sternway.pipeline.forward._shield import Shield
 from sternway.pipeline.forward._stage_run import Message, StageRun, StageTask, Trail
@@ -210,7 +210,7 @@ class ModelPart(nn.Module):
 
             def loss_with(other: Tensor) -> Tensor:
                 changed = {leaf: tensor.clone() for leaf, tensor in batch.items()} | {labels: other}
-                with torch.no_grad(), untouched(self, self.model), _drawing(task):
+                with trial(), torch.no_grad(), untouched(self, self.model), _drawing(task):
                     copies = {key: value.clone() for key, value in values.items()}
                     return loss_of(StageRun(task, changed, copies, trail).run()[0])
 
@@ -220,7 +220,7 @@ class ModelPart(nn.Module):
             def grads_with(other: Tensor) -> list[Tensor]:
                 changed = {leaf: tensor.clone() for leaf, tensor in batch.items()} | {labels: other}
                 copies = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in values.items()}
-                with untouched(self, self.model), _drawing(task), nothing_moved():
+                with trial(), untouched(self, self.model), _drawing(task), nothing_moved():
                     loss = loss_of(StageRun(task, changed, copies, trail).run()[0])
                     own = [copy for copy in copies.values() if copy.requires_grad and copy.ndim]
                     found = torch.autograd.grad(loss, own, allow_unused=True) if own else ()
