@@ -95,11 +95,11 @@ def next_hook() -> int:
     return RemovableHandle.next_id
 
 
-def hooks_since(model: nn.Module, first: int) -> list[tuple[dict[int, Any], int]]:
-    """The hooks that modules of a model have got since ``next_hook()`` was ``first``: where they are, and as what."""
+def hooks_since(modules: Iterable[nn.Module], first: int) -> list[tuple[dict[int, Any], int]]:
+    """The hooks that modules have got since ``next_hook()`` was ``first``: where they are, and as what."""
     if first == next_hook():
         return []
-    places = [own for module in model.modules() for name, own in vars(module).items() if name in _HOOKS]
+    places = [own for module in modules for name, own in vars(module).items() if name in _HOOKS]
     return [(place, number) for place in places for number in place if number >= first]
 
 
@@ -207,12 +207,11 @@ def _gradient_hooks() -> bool:
 )
 def _numbered_hooks() -> bool:
     module, first = nn.Identity(), next_hook()
-    model = nn.Sequential(module)
     module.register_forward_hook(lambda module, inputs, output: output + 1)
     module.register_forward_pre_hook(lambda module, inputs, keywords: None, with_kwargs=True)
-    for place, number in hooks_since(model, first):
+    for place, number in hooks_since([module], first):
         del place[number]
-    return int(model(torch.zeros(()))) == 0 and next_hook() == first + 2 and not hooks_since(model, first)
+    return int(module(torch.zeros(()))) == 0 and next_hook() == first + 2 and not hooks_since([module], first)
 
 
 @probe("Module._forward_pre_hooks", expected="has hooks of torch.nn.utils", features=("pipeline",))

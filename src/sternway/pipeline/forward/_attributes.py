@@ -57,7 +57,7 @@ class OwnAttributes:
             yield
         finally:
             changes = list(self._changes(before))
-            if changes and hooks_since(self._model, first_hook):
+            if changes and hooks_since(self._model.modules(), first_hook):
                 self._share([name for name, _, _ in changes])
                 changes = []
             for name, old, new in changes:

@@ -43,8 +43,8 @@ def untouched(*modules: nn.Module) -> Iterator[None]:
                 if type(owner) is kind:  # not a lazy module that has become another
                     put_buffers(owner, own)
             plain.put_back()
-            for place, number in [hook for module in modules for hook in hooks_since(module, first_hook)]:
-                place.pop(number, None)  # a module that is in two of these has it once
+            for place, number in hooks_since(owners, first_hook):
+                place.pop(number, None)  # copies of a module have the same places
 
 
 def put_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:
