@@ -241,7 +241,10 @@ def drawing(layer: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(x, layer.weight, layer.bias) + 0 * layer.generator.random()
 
 
-@pytest.mark.parametrize("make", [random.Random, numpy.random.default_rng, numpy.random.RandomState])
+UNPICKLED = type("Unknown", (random.Random,), {})
+
+
+@pytest.mark.parametrize("make", [random.Random, UNPICKLED, numpy.random.default_rng, numpy.random.RandomState])
 def test_a_generator_of_the_model_is_refused_between_modules(make: Any) -> None:
     """Each stage drew another number."""
     with pytest.raises(PipelineError, match=r"code between the modules draws from generator, and no two stages"):

@@ -3,6 +3,7 @@ that draw random numbers."""
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import traceback
@@ -67,7 +68,7 @@ def python_random_state() -> tuple[Any, ...]:
 
 
 def own_generators(model: nn.Module) -> dict[str, Any]:
-    """The generators of Python or numpy that modules have as attributes, by name. ``pickle`` says where they are."""
+    """The generators of Python or numpy that modules have as attributes, by name."""
     numpy = sys.modules.get("numpy")
     kinds = (random.Random,) if numpy is None else (random.Random, numpy.random.Generator, numpy.random.RandomState)
     return {
@@ -76,6 +77,13 @@ def own_generators(model: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if isinstance(value, kinds) and not isinstance(value, random.SystemRandom)  # which is nowhere
     }
+
+
+def generator_state(generator: Any) -> bytes:
+    """Changes when a generator of Python or numpy draws."""
+    if isinstance(generator, random.Random):
+        return pickle.dumps(generator.getstate())
+    return pickle.dumps(getattr(generator, "bit_generator", generator))
 
 
 def backward_inputs(function: Any, args: Any, kwargs: Any) -> list[Tensor] | None:

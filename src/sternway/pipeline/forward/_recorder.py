@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from sternway.pipeline.forward._names import (
     RANDOM,
     backward_inputs,
     function_name,
+    generator_state,
     own_generators,
     python_random_state,
     user_line,
@@ -132,7 +132,7 @@ class Recorder(Follower):
                 self.flow.obstacles.append(Obstacle(what, 0, None, got, fix))
 
     def _where_generators_are(self) -> dict[str, bytes]:
-        return {name: pickle.dumps(generator) for name, generator in self._generators.items()}
+        return {name: generator_state(generator) for name, generator in self._generators.items()}
 
     def _note_work(self, used: list[Key], made: list[Tensor]) -> None:
         self._work.append((self.segment, used, [(tensor, self._all_keys(tensor)) for tensor in made]))
