@@ -136,6 +136,21 @@ def take_tensors(tree: Any) -> tuple[Any, list[Tensor]]:
     return replace_leaves(replace, tree), tensors
 
 
+def tensor_places(tree: Any) -> tuple[str, ...]:
+    """The words that lead to each tensor which ``take_tensors`` took out of a tree."""
+    found: list[str] = []
+    _add_places(tree, "", found)
+    return tuple(found)
+
+
+def _add_places(tree: Any, words: str, found: list[str]) -> None:
+    if isinstance(tree, TensorIndex):
+        found.append(words)
+    elif type(tree) not in _LEAVES:
+        for more, part in children(tree) or ():
+            _add_places(part, words + more, found)
+
+
 def put_tensors(tree: Any, tensors: Sequence[Any]) -> Any:
     """The inverse of ``take_tensors``, with these tensors."""
     return replace_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, TensorIndex) else leaf, tree)

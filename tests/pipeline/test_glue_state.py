@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy
@@ -17,6 +20,7 @@ from torch.nn.utils import prune
 from compare import assert_same_grads
 from sternway.errors import PipelineError
 from sternway.pipeline import LocalTransport, Pipeline
+from sternway.pipeline.forward._attributes import OwnAttributes
 from sternway.pipeline.forward._python_random import python_seeded
 from sternway.pipeline.step._random import python_seed, step_seed
 
@@ -126,6 +130,81 @@ def test_the_sample_leaves_no_trace() -> None:
     assert (model.count, model.seen) == (0, [0])
 
 
+def test_attributes_that_change_places() -> None:
+    """Each gets the value and the place of the other, so that the values were the same, one by one."""
+    module = Layers()
+    module.one, module.other = 1.0, 2.0
+    attributes = OwnAttributes([module], module)
+    with attributes.of(0):
+        del module.one, module.other
+        module.other, module.one = 1.0, 2.0
+    with attributes.of(1):
+        assert (module.one, module.other) == (1.0, 2.0)
+
+
+@dataclass(frozen=True)
+class Count:
+    value: int
+
+
+class Counting(Layers):
+    """Counts its calls in an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Count(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = Count(self.count.value + 1)
+        return super().forward(x) * self.count.value
+
+
+class CountingLayers(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = KindsOfCalls(DIM, DIM)
+
+
+class KindsOfCalls(nn.Linear):
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.kinds = Counter[str]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kinds["training" if self.training else "evaluation"] += 1
+        return super().forward(x) * self.kinds["training"]
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingLayers])
+def test_the_sample_leaves_no_trace_in_objects(kind: Any) -> None:
+    """What a forward left in an object of its own, or in a ``Counter``, remained."""
+    assert_equals_plain(kind(), steps=2)
+
+
+class Recorded(Layers):
+    """Puts hooks on its layers when it is first asked to, as models of transformers do for ``output_hidden_states``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "is_hooked", False):
+            for layer in self.layers:
+                layer.register_forward_hook(lambda _, inputs, output: self.seen.append(output))
+            self.is_hooked = True
+        self.seen = []
+        x = super().forward(x)
+        return x + sum(seen * place for place, seen in enumerate(self.seen))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_hooks_that_a_forward_puts_on_modules(schedule: str) -> None:
+    """They were there several times: for each run of the sample, and for each stage."""
+    options = {"cuts": ["layers.1", "layers.2", "layers.3"]} if schedule == "zb-v" else {}
+    assert_equals_plain(Recorded(), steps=2, schedule=schedule, **options)
+
+
 # Random numbers of Python
 
 
@@ -138,6 +217,39 @@ class Mixing(Layers):
             x = layer(x) * first + numpy.random.rand()
             random.random()
         return x
+
+
+class OwnGenerator(Layers):
+    """Code between layers, or the layers, draw from a generator that the model has."""
+
+    def __init__(self, generator: Any, *, inside: bool) -> None:
+        super().__init__()
+        self.generator = generator
+        if inside:
+            for layer in self.layers:
+                layer.generator = generator
+                layer.forward = partial(drawing, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 1.0 if hasattr(self.layers[0], "generator") else self.generator.random()
+        for layer in self.layers:
+            x = layer(x) * factor
+        return x
+
+
+def drawing(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, layer.weight, layer.bias) + 0 * layer.generator.random()
+
+
+UNPICKLED = type("Unknown", (random.Random,), {})
+
+
+@pytest.mark.parametrize("make", [random.Random, UNPICKLED, numpy.random.default_rng, numpy.random.RandomState])
+def test_a_generator_of_the_model_is_refused_between_modules(make: Any) -> None:
+    """Each stage drew another number."""
+    with pytest.raises(PipelineError, match=r"code between the modules draws from generator, and no two stages"):
+        build(OwnGenerator(make(3), inside=False))
+    assert_equals_plain(OwnGenerator(make(3), inside=True))
 
 
 class DrawsInside(nn.Linear):

@@ -75,6 +75,8 @@ class LanguageModel(nn.Module):
             logits, labels = logits[:, :-1], labels[:, 1:]
         if self.kind == "odd":
             return F.cross_entropy(logits.flatten(0, 1), labels.flatten()).sqrt()
+        if self.kind == "wrapped":  # the last label of each row, as models of the MBart family look for
+            labels.gather(1, (labels != -100).sum(1, keepdim=True) - 1)
         reduction = "sum" if self.kind == "sum" else "mean"
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
         if self.kind == "decay":
@@ -171,6 +173,7 @@ def test_a_head_on_frozen_layers() -> None:
         ("odd", None, "own loss must be a mean over the labels.*got another loss"),
         ("term", None, "own loss has a term that does not follow labels=.*got a gradient of rows that have no labels"),
         ("tokens", torch.full((6, LENGTH), -100), "not seen from so few labels"),
+        ("wrapped", torch.ones(6, LENGTH).long(), "must take rows without labels.*got RuntimeError: index -1"),
     ],
 )
 def test_losses_that_are_refused(kind: str, labels: Tensor | None, message: str) -> None:

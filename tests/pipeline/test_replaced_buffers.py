@@ -72,6 +72,27 @@ def test_code_between_modules_cannot_replace_a_buffer(with_sample: bool) -> None
         build(Between(), x[:2] if with_sample else None).step(x, target=x)
 
 
+class Borrowing(nn.Module):
+    """Code of the last stage uses a buffer of a module of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.register_buffer("factor", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)) * self.first.factor
+
+
+def test_the_state_has_a_buffer_that_is_replaced_between_steps() -> None:
+    """``state_dict`` had the one that the last stage was cut with."""
+    model, x = Borrowing(), torch.randn(4, 4)
+    pipe = build(model, x[:2])
+    model.first.factor = torch.full((4,), 2.0)
+    pipe.step(x, target=x)
+    assert pipe.state_dict()["first.factor"].tolist() == [2.0] * 4
+
+
 class Remembering(nn.Module):
     """Changes tensors that it has as plain attributes."""
 

@@ -392,6 +392,26 @@ class Nested(nn.Module):
         return self.head(self.encoder(x))
 
 
+def test_a_profile_runs_no_hooks_of_parameters() -> None:
+    """An optimizer step in a hook was taken for each run of the sample."""
+    model, seen = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(4))), list[Tensor]()
+    before = copy.deepcopy(model.state_dict())
+
+    def descend(parameter: Tensor) -> None:
+        seen.append(parameter)
+        parameter.data.sub_(parameter.grad)
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(descend)
+        parameter.register_hook(lambda grad: seen.append(grad))
+    pipe = build(model, schedule="auto", cuts="balanced")
+    assert not seen
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    pipe.step(X, target=X)
+    assert len(seen) == 16
+
+
 def test_large_pieces_are_entered() -> None:
     pipe = assert_step_equals_plain(Nested(), cuts="balanced", schedule="zb-v", sample={"x": X[:2]}, microbatches=2)
     assert len(pipe.stages) == 4

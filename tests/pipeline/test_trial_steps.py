@@ -284,3 +284,15 @@ def test_a_repeated_step_finds_attributes_and_the_loss_as_they_were(whole: bool)
     torch.testing.assert_close(loss_fn.scale.grad, plain_loss.scale.grad)
     assert_same(loss_fn, plain_loss)
     assert loss_fn.calls == plain_loss.calls == 6
+
+
+def test_an_optimizer_of_some_parameters_cannot_clip() -> None:
+    """A repeated step clipped its own gradients alone, and the next optimizer's norm was that of the rest."""
+    pipe = pipe_of(nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)))
+    x, target = batch()
+    pipe.step(x, target=target)
+    matrices = torch.optim.SGD([each for each in pipe.parameters() if each.ndim == 2])
+    with pytest.raises(PipelineError, match=r"must have all parameters with gradients.*got one without 0\.bias"):
+        pipe.optimizer_step(matrices, max_norm=0.1)
+    pipe.optimizer_step(matrices)
+    pipe.optimizer_step(torch.optim.SGD([each for each in pipe.parameters() if each.ndim == 1]))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from typing import Any
 
 import peft
 import pytest
 import torch
 from torch import nn
 
+from compare import assert_same_grads
 from sternway.errors import PipelineError
+from sternway.pipeline import LocalTransport, Pipeline
 from zoo.entry import Entry
 from zoo.models import MODELS
 from zoo.steps import assert_pipeline_equals_backward, in_one_process, step
@@ -57,6 +60,25 @@ def test_under_bfloat16_autocast(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         entry = dataclasses.replace(MODELS[name], coupled=even)
         assert_pipeline_equals_backward(entry, entry.make(), "zb-h1", **BFLOAT16)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_hidden_states_of_all_layers(schedule: str) -> None:
+    """Hooks that collect them are put on layers in the first forward that asks for them: they were there many times."""
+
+    def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
+        return sum(state.square().mean() * place for place, state in enumerate(output.hidden_states))
+
+    model, ids = MODELS["llama"].make(), torch.randint(3, 60, (4, 8))
+    reference, sample = copy.deepcopy(model), {"input_ids": ids[:2], "output_hidden_states": True}
+    options = {"schedule": schedule, "n_microbatches": 2, "ranks": 2, "transport": LocalTransport()}
+    pipe = Pipeline(model, loss_fn=loss_fn, sample=sample, **options)
+    for _ in range(2):
+        loss = pipe.step(input_ids=ids, output_hidden_states=True, target=ids).loss
+        expected = loss_fn(reference(input_ids=ids, output_hidden_states=True), ids)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+    assert_same_grads(model, reference, rtol=2e-4, atol=2e-6)
 
 
 def test_a_stage_without_trainable_weights_has_no_backward() -> None:

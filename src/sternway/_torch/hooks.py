@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -31,6 +32,22 @@ def tensor_hooks(tensor: Tensor) -> dict[int, Any] | None:
         return tensor._backward_hooks
     with torch._C.DisableTorchFunctionSubclass():  # a subclass may refuse to be read
         return tensor._backward_hooks
+
+
+@contextmanager
+def without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """A block in which no hook that was put on these leaves before runs."""
+    found = (own for leaf in leaves for own in (tensor_hooks(leaf), accumulate_hooks(leaf)) if own)
+    held = [(own, dict(own)) for own in {id(own): own for own in found}.values()]
+    for own, _ in held:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, hooks in held:
+            hooks |= own  # those that were put there in the block
+            own.clear()
+            own.update(hooks)
 
 
 both_hooks: Callable[[Tensor], tuple[dict[int, Any] | None, dict[int, Any] | None]]
@@ -101,6 +118,24 @@ def _tensor_hooks() -> bool:
     hooks.update(dict.fromkeys(list(hooks), lambda grad: called.append("put there")))
     leaf.sum().backward()
     return before is None and called == ["put there"]
+
+
+@probe(
+    "Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks",
+    expected="are what the engine looks at when it runs",
+    features=("pipeline",),
+    hooks=2,
+)
+def _hooks_aside() -> bool:
+    leaf, seen = torch.ones(1, requires_grad=True), list[int]()
+    leaf.register_hook(lambda _: seen.append(1))
+    leaf.register_post_accumulate_grad_hook(lambda _: seen.append(2))
+    root = leaf.exp().sum()
+    with without_hooks([leaf]):
+        root.backward(retain_graph=True)
+    aside = list(seen)
+    root.backward()
+    return (aside, seen) == ([], [1, 2])
 
 
 @probe(

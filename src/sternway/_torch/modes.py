@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from sternway._torch.probe import probe
 
@@ -75,6 +76,22 @@ def is_compiled(module: nn.Module) -> bool:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks for gradients of its inputs or outputs; it sets them up around its forward."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+
+
+def next_hook() -> int:
+    """The number of the next hook of a module or tensor; they are counted up."""
+    return RemovableHandle.next_id
+
+
+def hooks_since(modules: Iterable[nn.Module], first: int) -> list[tuple[dict[int, Any], int]]:
+    """The hooks that modules have got since ``next_hook()`` was ``first``: where they are, and as what."""
+    if first == next_hook():
+        return []
+    places = [own for module in modules for name, own in vars(module).items() if name in _HOOKS]
+    return [(place, number) for place in places for number in place if number >= first]
 
 
 def computes_weights(module: nn.Module) -> bool:
@@ -174,6 +191,18 @@ def _gradient_hooks() -> bool:
     hooked[0].register_full_backward_hook(lambda module, inputs, outputs: None)
     hooked[1].register_full_backward_pre_hook(lambda module, outputs: None)
     return all(map(has_backward_hooks, hooked)) and not has_backward_hooks(nn.Identity())
+
+
+@probe(
+    "Module._forward_hooks, …", expected="have hooks by numbers, which are counted up", features=("pipeline",), hooks=2
+)
+def _numbered_hooks() -> bool:
+    module, first = nn.Identity(), next_hook()
+    module.register_forward_hook(lambda module, inputs, output: output + 1)
+    module.register_forward_pre_hook(lambda module, inputs, keywords: None, with_kwargs=True)
+    for place, number in hooks_since([module], first):
+        del place[number]
+    return int(module(torch.zeros(()))) == 0 and next_hook() == first + 2 and not hooks_since([module], first)
 
 
 @probe("Module._forward_pre_hooks", expected="has hooks of torch.nn.utils", features=("pipeline",))

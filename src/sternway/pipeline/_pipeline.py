@@ -262,7 +262,7 @@ class Pipeline:
         optimizer's state are kept.
 
         Args:
-            optimizer: made from ``pipe.parameters()``.
+            optimizer: made from ``pipe.parameters()``; with ``max_norm``, from all that get gradients.
             max_norm: clip the gradients of all ranks to this norm, as ``clip_grad_norm_`` does.
             nonfinite: "raise" a ``NonfiniteError`` on all ranks, or "skip" the step; ``pipe.skipped`` counts these.
         """
@@ -278,6 +278,15 @@ class Pipeline:
             raise PipelineError(rule, got=type(optimizer).__name__, fix=fix)
         if self._scaler is not None:
             self._scaler.check_unscaled(optimizer)
+        if max_norm is not None:
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for name, parameter in self.named_parameters():
+                if parameter.grad is not None and id(parameter) not in own:
+                    raise PipelineError(
+                        "with max_norm, an optimizer must have all parameters with gradients: all are clipped",
+                        got=f"one without {name}",
+                        fix="call pipe.clip_grad_norm_, and then step and zero_grad of each optimizer",
+                    )
         self._runner.optimizer_step(optimizer, max_norm, nonfinite)
 
     def settle(self) -> None:

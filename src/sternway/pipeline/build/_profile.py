@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sternway._bytes import show_bytes
 from sternway._storage import storage_sizes
 from sternway._torch import require
+from sternway._torch.hooks import without_hooks
 from sternway.errors import PipelineError
 from sternway.pipeline.build._partition import arguments_of, lay_out
 from sternway.pipeline.build._sample_loss import sample_loss
@@ -184,13 +185,17 @@ def profile(
 
 @contextmanager
 def own_gradients(modules: list[nn.Module]) -> Iterator[None]:
-    """A block after which the parameters have the gradients they had before."""
+    """A block after which the parameters have the gradients they had before. None of their hooks runs in it.
+
+    A hook may do more than change a gradient: take an optimizer step, count, or talk to other processes.
+    """
     parameters = [parameter for module in modules for parameter in module.parameters()]
     aside = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
-        yield
+        with without_hooks(parameters):
+            yield
     finally:
         for parameter, grad in zip(parameters, aside, strict=True):
             parameter.grad = grad

@@ -14,10 +14,16 @@ from typing import Any, final
 
 from torch import nn
 
-from sternway._torch.modes import buffers_by_name, put_buffer, take_buffer
+from sternway._torch.modes import buffers_by_name, hooks_since, next_hook, put_buffer, take_buffer
 
 _OF_TORCH = frozenset(vars(nn.Module()))
-_MISSING: Any = object()
+
+
+class _Missing:
+    """Stands for no value; a class, which copies and pickles are the same as."""
+
+
+_MISSING: Any = _Missing
 
 _Name = tuple[int, str, bool]  # a module, a name in it, and whether it is that of a buffer
 
@@ -28,10 +34,11 @@ class OwnAttributes:
 
     Args:
         modules: those outside of pieces.
+        model: the whole model. What is set when its modules get hooks is for all stages, as these hooks are.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, modules: Sequence[nn.Module], model: nn.Module) -> None:
+        self._modules, self._model = modules, model
         self._first: dict[_Name, Any] = {}  # what they were before a stage set them
         self._own: dict[int, dict[_Name, Any]] = {}
         self._left: dict[_Name, Any] = {}  # what they were after the last run of a stage
@@ -43,14 +50,17 @@ class OwnAttributes:
         for name in list(self._first):
             if self._value(name) is self._left.get(name, _MISSING):
                 self._set(name, own.get(name, self._first[name]))
-            else:  # somebody else has set it, between two steps: that is for all stages
-                for each in (self._first, *self._own.values()):
-                    each.pop(name, None)
-        before = [dict(place) for place in self._places()]
+            else:  # somebody else has set it, between two steps
+                self._share([name])
+        before, first_hook = [dict(place) for place in self._places()], next_hook()
         try:
             yield
         finally:
-            for name, old, new in self._changes(before):
+            changes = list(self._changes(before))
+            if changes and hooks_since(self._model.modules(), first_hook):
+                self._share([name for name, _, _ in changes])
+                changes = []
+            for name, old, new in changes:
                 self._first.setdefault(name, old)
                 own[name] = new
             self._left = {name: self._value(name) for name in self._first}
@@ -69,6 +79,12 @@ class OwnAttributes:
 
         return put_back
 
+    def _share(self, names: list[_Name]) -> None:
+        """Let what these are now be for all stages."""
+        for each in (self._first, *self._own.values()):
+            for name in names:
+                each.pop(name, None)
+
     def _places(self) -> Iterator[dict[str, Any]]:
         """Of each module, its attributes, then its buffers."""
         for module in self._modules:
@@ -78,7 +94,7 @@ class OwnAttributes:
     def _changes(self, before: list[dict[str, Any]]) -> Iterator[tuple[_Name, Any, Any]]:
         """What is not as it was before: its name, what it was, and what it is."""
         for number, (old, new) in enumerate(zip(before, self._places(), strict=True)):
-            if old.keys() == new.keys() and all(map(operator.is_, old.values(), new.values())):
+            if list(old) == list(new) and all(map(operator.is_, old.values(), new.values())):
                 continue
             for name in old.keys() | new.keys():
                 pair = old.get(name, _MISSING), new.get(name, _MISSING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,8 +43,12 @@ class CutModel:
             name: {s for (each, _), s in self.stage_of_call.items() if within(each, [name])}
             for name, _ in self._outside
         }
+        self._own = [
+            (module, name) for _, module in self._outside for name, _ in module.named_parameters(recurse=False)
+        ]
+        self._known: dict[int, weakref.ref[Tensor]] = {}
         self._cut_inside = [(name, module) for name, module in self._outside if name and len(stages[name]) > 1]
-        self.attributes, self.shared_by = OwnAttributes([module for _, module in self._outside]), 0
+        self.attributes, self.shared_by = OwnAttributes([module for _, module in self._outside], model), 0
         self.crossing: Crossing | None = None
         self._flow = flow
         self._release: set[int] | None = None  # the stages to keep, once the whole model is not needed any more
@@ -65,6 +70,9 @@ class CutModel:
         everywhere = set(range(self.last + 1)) if flow is None else {0}
         return {key: stages or everywhere for key, stages in found.items()}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_known": {}}
+
     def buffers_inside(self) -> dict[int, Tensor]:
         """The buffers that the pieces have now, by id."""
         places = filter(None, self._buffers_inside)
@@ -78,6 +86,17 @@ class CutModel:
             for own, buffer in buffers_by_name(module).items()
             if buffer is not None
         }
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is that of a stage, and so of ``pipe.parameters()``."""
+        for _ in range(2):
+            known = self._known.get(id(parameter))
+            if known is not None and known() is parameter:
+                return True
+            pieces = [p for piece in self.pieces.values() for p in piece.parameters()]  # a piece may have got others
+            outside = [getattr(module, name, None) for module, name in self._own]
+            self._known = {id(p): weakref.ref(p) for p in [*pieces, *outside] if p is not None}
+        return False
 
     def check_hooks(self) -> None:
         """Raise if a module that is cut inside has hooks for gradients: no stage has both its input and its output."""

@@ -7,7 +7,7 @@ stage to stage until it is used for the last time; so is what the stages' glue n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._follow import Key
@@ -60,6 +60,7 @@ class Flow:
         obstacles: what must not be cut.
         draws_python: whether code between the pieces draws random numbers of Python or numpy.
         makes_tensors: whether it makes tensors of what Python has, which may be such numbers.
+        batch: where each tensor of the batch was.
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -72,6 +73,7 @@ class Flow:
     obstacles: list[Obstacle] = field(default_factory=list)
     draws_python: bool = False
     makes_tensors: bool = False
+    batch: tuple[str, ...] = ()
 
     def add(self, other: Flow) -> None:
         """Add what another forward used, and what it showed that must not be cut, if it called the same pieces."""
@@ -125,7 +127,7 @@ class Flow:
                 needs[stage].add(leaf)
         batch = [frozenset().union(*needs[stage + 1 :]) for stage in range(last)]
         values, no_gradient = tuple(map(frozenset, sends)), tuple(map(frozenset, dead))
-        return Crossing(values, no_gradient, tuple(batch), self.draws_python, self.makes_tensors)
+        return Crossing(values, no_gradient, tuple(batch), self.draws_python, self.makes_tensors, self.batch)
 
     def describe(self, key: Key) -> str:
         """Where a value comes from, in words."""
@@ -158,7 +160,7 @@ class Crossing:
 
     No gradient is expected for values that are ``dead``: what they are used for does not lead to the result. With
     ``draws_python``, all stages must draw the same random numbers of Python; without ``makes_tensors``, no code between
-    the pieces made a tensor of what Python has.
+    the pieces made a tensor of what Python has. ``places`` are those of the batch's tensors.
     """
 
     values: tuple[frozenset[Key], ...]
@@ -166,3 +168,14 @@ class Crossing:
     batch: tuple[frozenset[int], ...]
     draws_python: bool
     makes_tensors: bool
+    places: tuple[str, ...]
+
+    def of_batch(self, places: tuple[str, ...]) -> Crossing:
+        """For a batch with tensors in these places; those that the sample had not go to all stages."""
+        if places == self.places:
+            return self
+        numbers = {place: number for number, place in enumerate(self.places)}
+        batch = [
+            frozenset(i for i, place in enumerate(places) if numbers.get(place, -1) in {-1, *own}) for own in self.batch
+        ]
+        return replace(self, batch=tuple(batch), places=places)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from sternway._torch.modes import (
     whole_call,
 )
 from sternway._torch.tensors import storage_id
+from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import Absent, tensors_in
 from sternway.pipeline.forward._names import FROM_PYTHON, LOOKS, RANDOM, READS, function_name, python_random_state
 
@@ -158,46 +160,59 @@ class Interceptor:
     """
 
     def __init__(self, pieces: Mapping[str, nn.Module]) -> None:
+        self._given = pieces
         self._pieces = [_Piece(name, module) for name, module in pieces.items()]
 
+    def __reduce__(self) -> Any:  # a stand-in of the copied module would pass the calls of its copy to the wrong one
+        return Interceptor, (self._given,)
+
     @contextmanager
-    def passing_to(self, call: PieceCall) -> Iterator[None]:
-        """A block in which the pieces' calls go to ``call``."""
-        put_back = [piece.replace(call) for piece in self._pieces]
+    def passing_to(self, call: PieceCall) -> Iterator[list[str]]:
+        """A block in which the pieces' calls go to ``call``; afterwards, the pieces that had replaced their forward."""
+        put_back, replaced = [piece.replace(call) for piece in self._pieces], list[str]()
         try:
-            yield
+            yield replaced
         finally:
-            for each in put_back:
-                each()
+            replaced += [piece.name for piece, each in zip(self._pieces, put_back, strict=True) if not each()]
+
+
+def check_replaced(names: list[str]) -> None:
+    """Raise if pieces have replaced their forward: nobody is told of their next calls."""
+    if names:
+        raise PipelineError(
+            "a module of a stage must not replace its own forward while it runs",
+            got=f"{names[0]} has another one after it",
+            fix="replace it before the pipeline is built, or between steps",
+        )
 
 
 class _Piece:
     """A piece, and the last stand-in for its forward."""
 
-    __slots__ = ("_calls", "_forward", "_module", "_name", "_parameters", "_stand_in")
+    __slots__ = ("_calls", "_forward", "_module", "_parameters", "_stand_in", "name")
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self._name, self._module, self._parameters = name, module, parameter_places(module)
+        self.name, self._module, self._parameters = name, module, parameter_places(module)
         self._forward: Callable[..., Any] | None = None
 
-    def replace(self, call: PieceCall) -> Callable[[], None]:
-        """Let the piece's calls go to ``call``; returns what ends that."""
+    def replace(self, call: PieceCall) -> Callable[[], bool]:
+        """Let the piece's calls go to ``call``; returns what ends that, and says whether it lasted until then."""
         module, whole = self._module, self._runs_whole()
         forward = whole_call(module) if whole else module.forward
-        if self._forward != forward:  # bound methods are made each time anew, and are equal
+        if not _is_same(self._forward, forward):
             self._forward, self._calls = forward, list[PieceCall]()
-            self._stand_in = _stand_in(self._name, forward, self._calls)
+            self._stand_in = _stand_in(self.name, forward, self._calls)
         own, place, calls = vars(module), WHOLE_CALL if whole else "forward", self._calls
-        before = own.get(place)
-        own[place] = self._stand_in  # into the dict itself: a module looks at each attribute that is set
+        before, stand_in = own.get(place), self._stand_in
+        own[place] = stand_in  # into the dict itself: a module looks at each attribute that is set
         calls.append(call)
 
-        def put_back() -> None:
+        def put_back() -> bool:
             calls.pop()
-            if before is None:
-                del own[place]
-            else:
+            is_there = own.pop(place, None) is stand_in
+            if before is not None:
                 own[place] = before
+            return is_there
 
         return put_back
 
@@ -207,6 +222,13 @@ class _Piece:
             return True
         kinds = {type(parameter) for own in self._parameters for parameter in own.values()}
         return any(issubclass(kind, DTensor) for kind in kinds)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether these are one function. A bound method is made each time anew; others may be equal to anything."""
+    if isinstance(one, MethodType) and isinstance(other, MethodType):
+        return one.__func__ is other.__func__ and one.__self__ is other.__self__
+    return one is other
 
 
 def _stand_in(name: str, forward: Callable[..., Any], calls: list[PieceCall]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ that draw random numbers."""
 from __future__ import annotations
 
 import functools
+import pickle
 import random
 import sys
 import traceback
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sternway._tree import leaves
 
@@ -66,6 +67,25 @@ def python_random_state() -> tuple[Any, ...]:
         return (random.getstate(),)
     kind, keys, *rest = numpy.random.get_state()
     return random.getstate(), kind, keys.tobytes(), *rest
+
+
+def own_generators(model: nn.Module) -> dict[str, Any]:
+    """The generators of Python or numpy that modules have as attributes, by name."""
+    numpy = sys.modules.get("numpy")
+    kinds = (random.Random,) if numpy is None else (random.Random, numpy.random.Generator, numpy.random.RandomState)
+    return {
+        f"{path}.{name}" if path else name: value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, kinds) and not isinstance(value, random.SystemRandom)  # which is nowhere
+    }
+
+
+def generator_state(generator: Any) -> bytes:
+    """Changes when a generator of Python or numpy draws."""
+    if isinstance(generator, random.Random):
+        return pickle.dumps(generator.getstate())
+    return pickle.dumps(getattr(generator, "bit_generator", generator))
 
 
 def backward_inputs(function: Any, args: Any, kwargs: Any) -> list[Tensor] | None:

@@ -8,15 +8,15 @@ stage computes the loss of all labels of a microbatch, of some of them, and of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sternway.errors import PipelineError
+from sternway.errors import PipelineError, SternwayError
 
 LABELS = "labels"
 IGNORED = -100
@@ -79,6 +79,21 @@ def label_counts(labels: Tensor) -> Tensor:
     counted = (labels != IGNORED).double()
     shifted = counted[..., 1:] if labels.ndim > 1 else counted
     return torch.stack([counted.sum(), shifted.sum(), torch.ones_like(counted.sum())])
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """A block in which a model computes its loss with some of the labels."""
+    try:
+        yield
+    except SternwayError:
+        raise
+    except Exception as error:
+        raise PipelineError(
+            "the model's own loss must take rows without labels, to find how it averages",
+            got=f"{type(error).__name__}: {error}",
+            fix=_FIX,
+        ) from error
 
 
 def find_rule(labels: Tensor, loss_with: Callable[[Tensor], Tensor]) -> int:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sternway._torch.modes import buffers_by_name, parameter_places
-from sternway._tree import TensorIndex
+from sternway._tree import TensorIndex, tensor_places
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import like
 from sternway.pipeline.forward._attributes import OwnAttributes
 from sternway.pipeline.forward._flow import Crossing
 from sternway.pipeline.forward._follow import Key
-from sternway.pipeline.forward._own_loss import LABELS, check_term, filled, find_rule, loss_of, nothing_moved
+from sternway.pipeline.forward._own_loss import LABELS, check_term, filled, find_rule, loss_of, nothing_moved, trial
 from sternway.pipeline.forward._python_random import python_seeded
 from sternway.pipeline.forward._shield import Shield
 from sternway.pipeline.forward._stage_run import Message, StageRun, StageTask, Trail
@@ -45,7 +45,7 @@ class ModelPart(nn.Module):
 
     def __init__(self, cut: CutModel, stage: int) -> None:
         super().__init__()
-        self._outside: list[tuple[nn.Module, str, nn.Module]] = []  # buffers outside of pieces: here, and in the model
+        self._outside: list[tuple[nn.Module, str, nn.Module]] = []  # buffers not of its pieces: here, and in the model
         self._own: list[tuple[nn.Parameter, str, nn.Module, nn.Module]] = []  # those outside of pieces: here, and there
         self._fill(cut, stage)
         self._parameter_places = parameter_places(self)
@@ -78,8 +78,7 @@ class ModelPart(nn.Module):
                 if stage in cut.stages_of.get(id(buffer), (stage,)) and not within(name, own):
                     persistent = short in module.state_dict(keep_vars=True) if _plain(module) else True
                     self._holder(name).register_buffer(short, buffer, persistent=persistent)
-                    if id(buffer) not in cut.stages_of:
-                        self._outside.append((self._holder(name), short, module))
+                    self._outside.append((self._holder(name), short, module))
 
     def _holder(self, name: str) -> nn.Module:
         """The module that holds what is called ``name``: as in the whole model, but empty unless it is a piece."""
@@ -113,17 +112,17 @@ class ModelPart(nn.Module):
                 )
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As of any module; buffers outside of pieces are those that the whole model has now."""
+        """As of any module; buffers not of its pieces are those that the whole model has now."""
         self.look_outside()
         return super().named_buffers(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module; buffers outside of pieces are those that the whole model has now."""
+        """As of any module; buffers not of its pieces are those that the whole model has now."""
         self.look_outside()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module; buffers outside of pieces are those that the whole model has now."""
+        """As of any module; buffers not of its pieces are those that the whole model has now."""
         self.look_outside()
         return super().load_state_dict(*args, **kwargs)
 
@@ -163,7 +162,7 @@ class ModelPart(nn.Module):
             shares = kwargs.pop(SHARES, None)
             spec, tensors = pack((args, kwargs))
             batch = dict(enumerate(tensors)) | ({} if shares is None else {_SHARES_LEAF: shares})
-            crossing = self._cut[0].look(args, kwargs)
+            crossing = self._cut[0].look(args, kwargs).of_batch(tensor_places(spec.tree))
             values, trail = {}, Trail(spec.tree, [like(tensor) for tensor in tensors], crossing, [])
         else:
             batch, values, trail = args
@@ -196,8 +195,10 @@ class ModelPart(nn.Module):
 
     def _task(self, python_seed: int | None) -> StageTask:
         cut = self._cut[0]
-        stage_of, kept = cut.stage_of_call, cut.buffers_inside()
-        return StageTask(cut.model, cut.interceptor, self._stage, cut.last, stage_of, kept, self._device(), python_seed)
+        stage_of, kept, device = cut.stage_of_call, cut.buffers_inside(), self._device()
+        return StageTask(
+            cut.model, cut.interceptor, self._stage, cut.last, stage_of, kept, device, python_seed, cut.has
+        )
 
     def _device(self) -> torch.device:
         """Where the stage's parameters are, or else its buffers."""
@@ -218,7 +219,7 @@ class ModelPart(nn.Module):
 
             def loss_with(other: Tensor) -> Tensor:
                 changed = {leaf: tensor.clone() for leaf, tensor in batch.items()} | {labels: other}
-                with torch.no_grad(), untouched(self, self.model), _drawing(task):
+                with trial(), torch.no_grad(), untouched(self, self.model), _drawing(task):
                     copies = {key: value.clone() for key, value in values.items()}
                     return loss_of(StageRun(task, changed, copies, trail).run()[0])
 
@@ -228,7 +229,7 @@ class ModelPart(nn.Module):
             def grads_with(other: Tensor) -> list[Tensor]:
                 changed = {leaf: tensor.clone() for leaf, tensor in batch.items()} | {labels: other}
                 copies = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in values.items()}
-                with untouched(self, self.model), _drawing(task), nothing_moved():
+                with trial(), untouched(self, self.model), _drawing(task), nothing_moved():
                     loss = loss_of(StageRun(task, changed, copies, trail).run()[0])
                     own = [copy for copy in copies.values() if copy.requires_grad and copy.ndim]
                     found = torch.autograd.grad(loss, own, allow_unused=True) if own else ()

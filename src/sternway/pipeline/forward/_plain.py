@@ -1,4 +1,4 @@
-"""Plain attributes of modules, to be put back: numbers, text, tensors, and lists, dicts and sets with what is in them.
+"""Plain attributes of modules, to be put back: which objects they are, and what is in tensors, lists, dicts and sets.
 
 A forward may count its calls, or leave a memory for the next one. A run that does not count must leave them as before.
 """
@@ -6,9 +6,8 @@ A forward may count its calls, or leave a memory for the next one. A run that do
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
-from types import NoneType
 from typing import Any, final
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from sternway._torch.tensors import version_of
 from sternway.pipeline.forward._absent import Absent
 
-_PLAIN = bool, int, float, complex, str, tuple, NoneType, Tensor
-CONTAINERS = list, dict, set, deque
+_DICTS = dict, OrderedDict, defaultdict, Counter
+CONTAINERS = list, set, deque, *_DICTS
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
@@ -67,14 +66,13 @@ def is_tracked(value: Any) -> bool:
 
 
 def _plain(module: nn.Module) -> dict[str, Any]:
-    kinds, named = (*_PLAIN, *CONTAINERS), vars(module).items()
-    return {name: value for name, value in named if isinstance(value, kinds) and name not in _OF_TORCH}
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
 
 
 def holds(container: Any, content: Any) -> bool:
     """Whether what is in a container are the same objects as in another."""
     now, before = (
-        list(each.items()) if type(each) is dict else [(each,) for each in each] for each in (container, content)
+        list(each.items()) if isinstance(each, dict) else [(each,) for each in each] for each in (container, content)
     )
     return len(now) == len(before) and all(
         one is other for mine, own in zip(now, before, strict=True) for one, other in zip(mine, own, strict=True)
@@ -86,4 +84,4 @@ def refill(container: Any, content: Any) -> None:
     if holds(container, content):
         return
     container.clear()
-    container.update(content) if type(container) in (dict, set) else container.extend(content)
+    container.update(content) if isinstance(container, dict | set) else container.extend(content)

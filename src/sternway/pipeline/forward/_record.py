@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from sternway._torch.modes import uncompiled
+from sternway._tree import tensor_places
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import tensors_in
 from sternway.pipeline.forward._flow import Flow
-from sternway.pipeline.forward._follow import Interceptor
+from sternway.pipeline.forward._follow import Interceptor, check_replaced
 from sternway.pipeline.forward._left import LeftValue, held_tensors
 from sternway.pipeline.forward._recorder import Recorder
 from sternway.pipeline.forward._untouched import untouched
@@ -92,10 +93,12 @@ def _follow(
     tensors = [twice[id(tensor)] for tensor in tensors]
     args, kwargs = unpack(spec, tensors)
     recorder = Recorder(model, pieces, tensors, left)
-    with Interceptor(pieces).passing_to(recorder.call), recorder:
+    with Interceptor(pieces).passing_to(recorder.call) as replaced, recorder:
         result = model(*args, **kwargs)
         recorder.note_replaced(model)
+    check_replaced(replaced)
     recorder.finish(tensors_in(result))
+    recorder.flow.batch = tensor_places(spec.tree)
     return recorder
 
 

@@ -20,6 +20,8 @@ from sternway.pipeline.forward._names import (
     RANDOM,
     backward_inputs,
     function_name,
+    generator_state,
+    own_generators,
     python_random_state,
     user_line,
 )
@@ -44,6 +46,8 @@ class Recorder(Follower):
         kept = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
         super().__init__({key: tensor for key, tensor in kept.items() if key in self._names})
         self._drawn = self._python  # the state when glue began
+        self._generators = own_generators(model)
+        self._of_generators = self._where_generators_are()
         self.flow = Flow()
         self._pieces = pieces
         self._batch: dict[int, list[int]] = {}  # one tensor may be several arguments
@@ -91,7 +95,7 @@ class Recorder(Follower):
             result = forward(*args, **kwargs)
         finally:
             self._aside = False
-        self._drawn = python_random_state()
+        self._drawn, self._of_generators = python_random_state(), self._where_generators_are()
         if (changed := objects.changed()) is not None and not is_cache(changed):
             what = f"{name} changes a {type(changed).__name__} that it is called with, which no other stage would see"
             self._forbid(what, self.segment, None, _OUTPUT)
@@ -120,6 +124,15 @@ class Recorder(Follower):
         now = python_random_state()
         self.flow.draws_python |= now != self._drawn and not self._as_tensor
         self._drawn, self._as_tensor = now, False
+        for name, state in self._where_generators_are().items():
+            if state != self._of_generators[name]:
+                what = f"code between the modules draws from {name}, and no two stages would draw alike"
+                got = f"a {type(self._generators[name]).__name__}"
+                fix = "draw with random or numpy.random, or inside a module"
+                self.flow.obstacles.append(Obstacle(what, 0, None, got, fix))
+
+    def _where_generators_are(self) -> dict[str, bytes]:
+        return {name: generator_state(generator) for name, generator in self._generators.items()}
 
     def _note_work(self, used: list[Key], made: list[Tensor]) -> None:
         self._work.append((self.segment, used, [(tensor, self._all_keys(tensor)) for tensor in made]))

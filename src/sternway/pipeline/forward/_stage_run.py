@@ -25,7 +25,7 @@ from sternway._tree import CONSTANT, TensorIndex, leaves, replace_leaves
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._absent import Absent, Like, Noted, not_here, note, tensors_in
 from sternway.pipeline.forward._flow import Call, Crossing
-from sternway.pipeline.forward._follow import PIECE, Follower, Interceptor, Key
+from sternway.pipeline.forward._follow import PIECE, Follower, Interceptor, Key, check_replaced
 from sternway.pipeline.forward._names import function_name, user_line
 from sternway.pipeline.forward._python_random import python_seeded
 
@@ -82,6 +82,7 @@ class StageTask:
     kept: Mapping[int, Tensor]
     device: torch.device
     python_seed: int | None
+    has: Callable[[nn.Parameter], bool]  # whether a parameter is that of any stage
 
 
 class StageRun(Follower):
@@ -113,7 +114,7 @@ class StageRun(Follower):
         args, kwargs = replace_leaves(self._argument, self._trail.batch)
         result: Any = None
         try:
-            with self._task.pieces.passing_to(self.call), self:
+            with self._task.pieces.passing_to(self.call) as replaced, self:
                 result = self._task.model(*args, **kwargs)
         except Left:
             pass
@@ -123,6 +124,7 @@ class StageRun(Follower):
             result = self._present(result)
             for tensor in tensors_in(result):
                 self._must_be_here(tensor, "the result of the forward")
+        check_replaced(replaced)
         return result, self._made, self._own
 
     def _argument(self, leaf: Any) -> Any:
@@ -282,6 +284,16 @@ class StageRun(Follower):
     def _must_be_here(self, tensor: Tensor, what: str) -> None:
         if isinstance(tensor, Absent) or (self._stale and type(tensor) is Tensor and storage_id(tensor) in self._stale):
             raise not_here(what)
+        if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            self._must_be_known(tensor, what)
+
+    def _must_be_known(self, parameter: nn.Parameter, what: str) -> None:
+        if not self._task.has(parameter):
+            raise PipelineError(
+                "the forward uses a parameter that the model did not have when it was cut, and no stage has",
+                got=f"one of shape {tuple(parameter.shape)} for {what} at {user_line()}",
+                fix="build another pipeline of the changed model; what is inside of a stage's module may change",
+            )
 
     def _another_way(self, name: str) -> PipelineError:
         return PipelineError(

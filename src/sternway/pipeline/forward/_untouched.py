@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sternway._torch.memory import same_values
-from sternway._torch.modes import buffers_by_name
+from sternway._torch.modes import buffers_by_name, hooks_since, next_hook
 from sternway._torch.tensors import version_of
 from sternway.pipeline.forward._plain import PlainAttributes, is_tracked
 from sternway.pipeline.forward._python_random import python_unchanged
@@ -17,13 +17,13 @@ from sternway.pipeline.forward._python_random import python_unchanged
 
 @contextmanager
 def untouched(*modules: nn.Module) -> Iterator[None]:
-    """A block after which buffers, generators, and what modules have by name are as before.
+    """A block after which buffers, generators, hooks, and what modules have by name are as before.
 
-    That is numbers, text, tensors, and lists, dicts and sets as far as what is in them.
+    Of tensors, lists, dicts and sets that is also what is in them.
     """
     tensors = [tensor for module in modules for tensor in [*module.parameters(), *module.buffers()]]
     owners = list({id(owner): owner for module in modules for owner in module.modules()}.values())
-    plain = PlainAttributes(owners)
+    plain, first_hook = PlainAttributes(owners), next_hook()
     held = [(owner, type(owner), buffers_by_name(owner)) for owner in owners]
     buffers = {id(buffer): buffer for _, _, own in held for buffer in own.values() if is_tracked(buffer)}
     before = [
@@ -43,6 +43,8 @@ def untouched(*modules: nn.Module) -> Iterator[None]:
                 if type(owner) is kind:  # not a lazy module that has become another
                     put_buffers(owner, own)
             plain.put_back()
+            for place, number in hooks_since(owners, first_hook):
+                place.pop(number, None)  # copies of a module have the same places
 
 
 def put_buffers(module: nn.Module, buffers: dict[str, Tensor | None]) -> None:

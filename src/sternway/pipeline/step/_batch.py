@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from sternway._tree import CONSTANT, leaves
+from sternway._tree import CONSTANT, leaves, tensor_places
 from sternway.errors import PipelineError
 from sternway.pipeline.forward._own_loss import LABELS, shares
 from sternway.pipeline.forward._part import ModelPart
@@ -120,11 +120,12 @@ class Batch:
 
 
 def shapes_checksum(microbatches: list[Microbatch], modes: list[bool]) -> int:
-    """A number that changes when the shapes of a batch do, or values in it that are no tensors, or the modes.
+    """A number that changes when the shapes or names of a batch do, or values that are no tensors, or the modes.
 
     Modes are those of modules, and whether parameters are frozen: what is sent may need a gradient then, or not.
     """
     specs = [pack([m.arguments, m.keywords, m.stage_kwargs])[0] for m in microbatches]
     tensors = [[(t.shape, str(t.dtype)) for t in spec.tensors] for spec in specs]
     constants = [[leaf for leaf in leaves(spec.tree) if isinstance(leaf, CONSTANT)] for spec in specs]
-    return checksum(repr([tensors, constants, modes]))
+    names = [(tuple(m.keywords or ()), tensor_places(spec.tree)) for m, spec in zip(microbatches, specs, strict=True)]
+    return checksum(repr([tensors, constants, names, modes]))
