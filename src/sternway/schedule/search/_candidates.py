@@ -7,9 +7,10 @@ from sternway.errors import ScheduleError
 from sternway.schedule._costs import Costs
 from sternway.schedule._offload import without_moves
 from sternway.schedule._schedule import Schedule, looped_placement
-from sternway.schedule.named._make import make, names
+from sternway.schedule.named._make import names
 from sternway.schedule.search._fuse import fuse
 from sternway.schedule.search._gathered import RankFits, gathered_within, step_time, within_limit
+from sternway.schedule.search._hunt import named
 from sternway.schedule.search._problem import Limit
 from sternway.schedule.search._search import moved_within, search
 
@@ -95,13 +96,9 @@ def _plans(
         searched = running  # not even one microbatch, by a count that is a little too high, or with none that moves
     if searched.placement == running.placement:
         yield searched
-    for name in names():
-        try:
-            named = replace(make(name, ranks=ranks, microbatches=microbatches), recompute=running.recompute)
-        except ScheduleError:  # it does not exist for these numbers
-            continue
-        if named.placement == running.placement:
-            yield named
-            yield fuse(named, costs)
-            if moves:
-                yield from moved_within(named, costs, memory_limit)
+    for made in named(running.placement, microbatches, names(), per_rank):
+        plan = replace(made, recompute=running.recompute)
+        yield plan
+        yield fuse(plan, costs)
+        if moves:
+            yield from moved_within(plan, costs, memory_limit)
