@@ -302,3 +302,9 @@ def test_three_stages_that_are_recomputed_are_no_worse_than_a_name():
     assert found.simulate(costs).span <= plan.simulate(costs).span + 1e-9
     others = sternway.schedule.candidates(plan, costs, memory_limit=5, count=9)
     assert {"interleaved-1f1b", "looped-bfs"} <= {other.name for other in others}
+
+
+def test_candidates_of_stages_that_no_search_would_place_so():
+    running = sternway.schedule.from_csv("0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1\n2F0,2B0,2F1,2B1")
+    costs = Costs(F=(1.0, 2.0, 1.0), I=(1.0, 2.0, 1.0), W=(1.0, 1.0, 1.0))
+    assert sternway.schedule.candidates(running, costs, memory_limit=9, count=3) == [running]

@@ -11,7 +11,7 @@ from sternway.schedule.named._make import names
 from sternway.schedule.search._fuse import fuse
 from sternway.schedule.search._gathered import RankFits, gathered_within, step_time, within_limit
 from sternway.schedule.search._hunt import named
-from sternway.schedule.search._problem import Limit
+from sternway.schedule.search._problem import Limit, place
 from sternway.schedule.search._search import moved_within, search
 
 
@@ -76,26 +76,25 @@ def _plans(
     running: Schedule, costs: Costs, memory_limit: Limit, held: frozenset[int], gathered: int | None
 ) -> Iterator[Schedule]:
     ranks, microbatches, per_rank = running.ranks, running.n_microbatches, len(running.placement[0])
-    moves = without_moves(running) is not running
-    try:
-        searched = search(
-            costs,
-            ranks=ranks,
-            microbatches=microbatches,
-            memory_limit=memory_limit,
-            stages_per_rank=per_rank,
-            looped=running.placement == looped_placement(ranks, per_rank),
-            recompute=running.recompute,
-            offload=moves,
-            sharded=held or False,
-            gathered=gathered if held else None,
-        )
-    except ScheduleError:
-        if not moves and not running.recompute:
-            raise
-        searched = running  # not even one microbatch, by a count that is a little too high, or with none that moves
-    if searched.placement == running.placement:
-        yield searched
+    moves, looped = without_moves(running) is not running, running.placement == looped_placement(ranks, per_rank)
+    if running.placement == place(ranks, per_rank, looped):  # a search places stages so
+        try:
+            yield search(
+                costs,
+                ranks=ranks,
+                microbatches=microbatches,
+                memory_limit=memory_limit,
+                stages_per_rank=per_rank,
+                looped=looped,
+                recompute=running.recompute,
+                offload=moves,
+                sharded=held or False,
+                gathered=gathered if held else None,
+            )
+        except ScheduleError:
+            if not moves and not running.recompute:
+                raise
+            yield running  # not even one microbatch, by a count that is a little too high, or with none that moves
     for made in named(running.placement, microbatches, names(), per_rank):
         plan = replace(made, recompute=running.recompute)
         yield plan
