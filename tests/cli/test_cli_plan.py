@@ -241,3 +241,11 @@ def test_the_best_row_is_the_best_that_fits():
     found = schedule.from_json(json.dumps(told["schedule"])).check(memory_limit=3)
     rates = {row["name"]: row["bubble_rate"] for row in told["rows"] if row["fits"]}
     assert found.simulate(Costs(W=0.5)).bubble_rate == min(rates.values()) == rates[told["best"]]
+
+
+def test_a_limit_without_end_is_json_and_a_page(tmp_path):
+    numbers = ("--ranks", 2, "--microbatches", 3, "--memory", "inf", "--out", tmp_path / "plan.html", "--json")
+    told = json.loads(run(*numbers).stdout, parse_constant=pytest.fail)
+    assert told["memory_limit"] is None
+    assert told["files"] == [str(tmp_path / "plan.html")]
+    assert "memory limit inf" in run("--ranks", 2, "--microbatches", 3, "--memory", "inf").stdout

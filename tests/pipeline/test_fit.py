@@ -254,5 +254,7 @@ def test_errors() -> None:
         pipeline.fit(model, sample(), ranks=2, n_microbatches=4, schedule="nope")
     with pytest.raises(PipelineError, match=r"the sample .* must go through the model"):
         pipeline.fit(model, torch.zeros(3, 3), ranks=2, n_microbatches=4)
+    with pytest.raises(PipelineError, match="some output of the model must require a gradient; got 1 tensors"):
+        pipeline.fit(model().requires_grad_(False), sample(), ranks=2, n_microbatches=4)
     with pytest.raises(PipelineError, match="at least 64 pieces that can be cut apart; got 8"):
         pipeline.fit(model, sample(), ranks=64, n_microbatches=64, schedule="1f1b")

@@ -277,6 +277,27 @@ def test_a_derived_weight_under_a_checkpoint_and_autocast() -> None:
     assert_same_grads(whole(stages), reference, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.parametrize("on_trial", [False, True])
+def test_gradients_of_float64_are_clipped_by_a_norm_of_float64(on_trial: bool) -> None:
+    stages = {index: stage.double() for index, stage in stages_of(2).items()}
+    reference = copy.deepcopy(whole(stages))
+    pipe = Pipeline(stages, schedule="zb-h1", n_microbatches=4, ranks=2, loss_fn=F.mse_loss, transport=LocalTransport())
+    mine, theirs = torch.optim.SGD(pipe.parameters(), 0.1), torch.optim.SGD(reference.parameters(), 0.1)
+    x, target = torch.randn(2, 4, 4, DIM, dtype=torch.float64)
+    pipe.step(x, target=target)
+    F.mse_loss(reference(x), target).backward()
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    theirs.step()
+    if on_trial:
+        pipe.optimizer_step(mine, max_norm=0.01)
+        pipe.settle()
+    else:
+        torch.testing.assert_close(pipe.clip_grad_norm_(0.01), expected, rtol=1e-12, atol=0)
+        mine.step()
+    for ours, other in zip(pipe.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-12, atol=1e-14)
+
+
 def test_fifty_steps_of_adamw_with_clipping() -> None:
     stages = stages_of(4)
     reference = copy.deepcopy(whole(stages))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -20,8 +21,10 @@ from sharded_cases import (
     assert_same,
     batch,
     build,
+    counting,
     every_block,
     every_schedule,
+    loss_fn,
     make_mesh,
     optimizers,
     policies,
@@ -295,3 +298,55 @@ def _tries_plans(rank: int) -> None:
 
 def test_copies_try_the_same_plans() -> None:
     on_ranks(4, _tries_plans)
+
+
+class _Encoder(nn.Linear):
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(F.linear(x, self.weight, self.bias))
+
+
+class _Calls(nn.Module):
+    """Calls another method of its child than ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = _Encoder(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.encoder.encode(x)
+
+
+def _methods(rank: int) -> None:
+    """Methods that are registered as forwards are commanded, too: FSDP's nodes would reduce at the end of I."""
+    mesh = make_mesh()
+    copy = mesh.get_local_rank("dp_shard")
+
+    def shard(stage: nn.Module) -> None:
+        for module in stage.modules():
+            if isinstance(module, _Encoder):
+                fully_shard(module, mesh=mesh["dp_shard"])
+                register_fsdp_forward_method(module, "encode")
+
+    for plan in ("zb-h1", "1f1b"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(_Calls() for _ in range(2)))
+        reference = deepcopy(model)
+        x, target = batch(4 * MICROBATCHES)
+        mine = [each.chunk(2)[copy] for each in (x, target)]
+        pipe = Pipeline(
+            model, schedule=plan, n_microbatches=MICROBATCHES, loss_fn=loss_fn, mesh=mesh, sample=mine[0][:2],
+            shard=shard,
+        )  # fmt: skip
+        wanted = dict(reference.named_parameters())
+        for _ in range(2):
+            with counting() as counts:
+                pipe.step(mine[0], target=mine[1])
+            assert tuple(counts.values()) == (1, 1)
+            F.mse_loss(reference(x), target).backward()
+            for name, parameter in pipe.named_parameters():
+                torch.testing.assert_close(whole(parameter.grad), wanted[name].grad, rtol=1e-4, atol=1e-6)
+        pipe.close()
+
+
+def test_methods_that_are_registered_as_forwards() -> None:
+    on_ranks(4, _methods)

@@ -141,3 +141,9 @@ def test_the_verdict_says_whether_more_memory_would_help():
     assert tight.best.schedule.stages_per_rank == 2
     assert tight.verdict.endswith(f"3 instead of 2 would lower the bound by {1 - more / tight.best.bound:.1%}")
     assert compare(Costs(), ranks=2, microbatches=4, memory_limit=4).verdict.endswith("memory does not bind")
+
+
+@pytest.mark.parametrize("limit", [[4, 4, 4, 4], "4"])
+def test_one_limit_for_all_ranks(limit):
+    with pytest.raises(ScheduleError, match=r"one memory limit for all ranks; got memory_limit=.*search"):
+        compare(COSTS, **NUMBERS | {"memory_limit": limit})

@@ -63,3 +63,20 @@ def test_waiting_for_upkeep_is_none_of_it():
     plan = schedule.sharded(schedule.make("1f1b", ranks=2, microbatches=4))
     run = plan.simulate(Costs(gather=5.0, reduce=1.0))
     assert schedule.measured_costs(run, Costs()).overhead == 0.0
+
+
+@pytest.mark.parametrize("memory_limit", [2, 4])
+def test_a_search_joins_i_and_w_where_one_action_has_less_of_it(memory_limit):
+    costs = Costs(F=1.0, I=1.0, W=1.0, overhead=0.5)
+    numbers = {"ranks": 4, "microbatches": 8, "memory_limit": memory_limit}
+    apart = schedule.search(replace(costs, overhead=0.0), **numbers)
+    found = schedule.search(costs, **numbers)
+    assert found.simulate(costs).span < apart.simulate(costs).span
+    assert any(step.op == "B" for steps in found.actions for step in steps)
+
+
+def test_a_search_is_no_worse_than_a_name_with_whole_backwards():
+    costs = Costs(F=0.0, I=2.78, W=0.82, overhead=0.05)
+    found = schedule.search(costs, ranks=1, microbatches=4, memory_limit=1, stages_per_rank=3)
+    named = schedule.make("interleaved-1f1b", ranks=1, microbatches=4, stages_per_rank=3)
+    assert found.simulate(costs).span <= named.simulate(costs).span

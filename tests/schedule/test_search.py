@@ -3,6 +3,7 @@
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -291,3 +292,19 @@ def test_moves_on_the_critical_path_mend_a_poor_plan(stages_per_rank):
     assert max(peaks(problem, mended)) <= 3 + 1e-9
     to_schedule(problem, mended, "mended").check()
     assert improve(problem, words, times, goal=times.score.span, tries=300) == (words, times)
+
+
+def test_three_stages_that_are_recomputed_are_no_worse_than_a_name():
+    """Named schedules were made with two stages of each rank, and so never of those that have three."""
+    costs, again = Costs(F=0.5, I=1.0, W=0.5), tuple(range(6))
+    found = search(costs, ranks=2, microbatches=2, memory_limit=5, stages_per_rank=3, recompute=again)
+    plan = replace(make("interleaved-zb", ranks=2, microbatches=2, stages_per_rank=3), recompute=again)
+    assert found.simulate(costs).span <= plan.simulate(costs).span + 1e-9
+    others = sternway.schedule.candidates(plan, costs, memory_limit=5, count=9)
+    assert {"interleaved-1f1b", "looped-bfs"} <= {other.name for other in others}
+
+
+def test_candidates_of_stages_that_no_search_would_place_so():
+    running = sternway.schedule.from_csv("0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1\n2F0,2B0,2F1,2B1")
+    costs = Costs(F=(1.0, 2.0, 1.0), I=(1.0, 2.0, 1.0), W=(1.0, 1.0, 1.0))
+    assert sternway.schedule.candidates(running, costs, memory_limit=9, count=3) == [running]

@@ -141,6 +141,11 @@ def test_ranks_may_have_limits_of_their_own():
     t = found.check().simulate(COSTS)
     assert all(peak <= limit + 1e-9 for peak, limit in zip(t.peaks, limits, strict=True))
     assert found.recompute == (0,)
+    assert found.check(memory_limit=limits, costs=COSTS) is found
+    with pytest.raises(ScheduleError, match=r"a rank must keep at most 1.1 .* \(rank 0, step"):
+        found.check(memory_limit=[1.1, 3.0], costs=COSTS)
+    with pytest.raises(ScheduleError, match="a number of microbatches, or one for each rank; got list"):
+        found.check(memory_limit=[3.0], costs=COSTS)
     with pytest.raises(ScheduleError, match=r"got memory_limit=0.5 of rank 1. Fix: pass 1 or more"):
         search(COSTS, ranks=2, microbatches=2, memory_limit=[2.0, 0.5])
     with pytest.raises(ScheduleError, match="memory_limit must be a number of microbatches"):

@@ -20,8 +20,10 @@ from torch import nn
 
 from sternway._torch.probe import probe
 
-Around = Callable[[nn.Module, Callable[..., Any], Any, Any], Any]
-"""Called with a module, its forward, and the arguments and keyword arguments of that; returns what it returns."""
+Enter = Callable[[nn.Module, Any, Any], tuple[Any, Any]]
+"""Called before a module's forward, with its arguments and keyword arguments; returns those that it gets."""
+Leave = Callable[[nn.Module, Any], Any]
+"""Called after a module's forward, with what it returned; returns what its caller gets."""
 
 
 class FsdpUnit:
@@ -58,8 +60,11 @@ class FsdpUnit:
         """Whether its modules have forwards, and are not mere containers."""
         return all(type(module).forward is not nn.Module.forward for module in self.modules)
 
-    def command(self, commanded: Callable[[], bool], around: Around) -> None:
-        """From now on, whenever ``commanded`` says so, FSDP's hooks do nothing, and forwards call ``around``."""
+    def command(self, commanded: Callable[[], bool], enter: Enter, leave: Leave) -> None:
+        """From now on, whenever ``commanded`` says so, FSDP's hooks do nothing, and forwards call these two.
+
+        So do methods of ``register_fsdp_forward_method``, which ask the state, not the hooks.
+        """
         own = [self._state._pre_forward_hook_handle, self._state._post_forward_hook_handle]
         handles = {handle.id: handle for each in own for handle in getattr(each, "handles", (each,))}
         for handle in handles.values():
@@ -68,7 +73,16 @@ class FsdpUnit:
             is_pre = any(hooks is module._forward_pre_hooks for module in self.modules)
             hooks[handle.id] = _pre(commanded, theirs) if is_pre else _post(commanded, theirs)
         for module in self.modules if self.is_called else ():
-            vars(module)["forward"] = _inside(commanded, around, module, module.forward)
+            vars(module)["forward"] = _inside(commanded, enter, leave, module, module.forward)
+        before, after = self._state._pre_forward, self._state._post_forward
+
+        def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return enter(module, args, kwargs) if commanded() else before(module, args, kwargs)
+
+        def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
+            return leave(module, output) if commanded() else after(module, args, output)
+
+        self._state._pre_forward, self._state._post_forward = pre_forward, post_forward
 
     def gather(self) -> None:
         """Start to gather the parameters; ``wait`` before they are used."""
@@ -166,10 +180,15 @@ def _post(commanded: Callable[[], bool], theirs: Any) -> Any:
     return hook
 
 
-def _inside(commanded: Callable[[], bool], around: Around, module: nn.Module, forward: Callable[..., Any]) -> Any:
+def _inside(
+    commanded: Callable[[], bool], enter: Enter, leave: Leave, module: nn.Module, forward: Callable[..., Any]
+) -> Any:
     @functools.wraps(forward)
     def stand_in(*args: Any, **kwargs: Any) -> Any:
-        return around(module, forward, args, kwargs) if commanded() else forward(*args, **kwargs)
+        if not commanded():
+            return forward(*args, **kwargs)
+        args, kwargs = enter(module, args, kwargs)
+        return leave(module, forward(*args, **kwargs))
 
     return stand_in
 
@@ -207,14 +226,14 @@ def _names(function: Any) -> set[str]:
 
 @probe(
     "FSDPState: _lazy_init, _is_root, _modules, _mp_policy, _pre_forward_hook_handle, _post_forward_hook_handle, "
-    "_root_post_backward_final_callback, _state_ctx",
-    expected="are what a module's FSDP state has, and what its hooks are registered by",
+    "_pre_forward, _post_forward, _root_post_backward_final_callback, _state_ctx",
+    expected="are what a module's FSDP state has, and what its hooks and methods are registered by",
     features=("pipeline.sharded",),
 )
 def _state() -> bool:
     if not torch.distributed.is_available():
         return True
-    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     made = _names(FSDPState.init)
@@ -222,11 +241,13 @@ def _state() -> bool:
     calls = {"_lazy_init", "_root_post_backward_final_callback"} <= set(dir(FSDPState))
     ends = {"is_last_backward", "_training_state", "_state_ctx"} <= _names(FSDPState._root_post_backward_final_callback)
     state = FSDPState()
+    methods = {"_pre_forward", "_post_forward"} <= _names(register_fsdp_forward_method)
     groups = hasattr(state, "_fsdp_param_groups") or hasattr(state, "_fsdp_param_group")
     return (
         fields <= made
         and calls
         and ends
+        and methods
         and groups
         and state._is_root is None
         and hasattr(FSDPModule, "_get_fsdp_state")

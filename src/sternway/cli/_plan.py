@@ -7,6 +7,7 @@ sternway plan --check mine.csv --costs F=18.5,I=18.1,W=9.3
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -188,7 +189,7 @@ def _compare(compare: Callable[..., Comparison], out: Path | None, *, quiet: boo
     return {
         "ranks": comparison.ranks,
         "microbatches": comparison.microbatches,
-        "memory_limit": comparison.memory_limit,
+        "memory_limit": _finite(comparison.memory_limit),
         "rows": rows,
         "unmade": dict(comparison.unmade),
         "best": best.name,
@@ -209,7 +210,7 @@ def _check_file(path: Path, costs: Costs, memory: float | None, out: Path | None
     return {
         "ranks": found.ranks,
         "microbatches": found.n_microbatches,
-        "memory_limit": memory,
+        "memory_limit": _finite(memory),
         "bubble_rate": timeline.bubble_rate,
         "makespan": timeline.makespan,
         "period": timeline.period,
@@ -299,6 +300,11 @@ def _print_timeline(timeline: Timeline, files: list[Path]) -> None:
     console.print(f"critical path: {', '.join(parts)}", highlight=False, markup=False, soft_wrap=True)
     for path in files:
         console.print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _finite(limit: float | None) -> float | None:
+    """A limit as JSON has it, which knows no infinity."""
+    return None if limit == math.inf else limit
 
 
 def _print_json(value: dict[str, Any]) -> None:

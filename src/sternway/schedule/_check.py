@@ -12,6 +12,8 @@
 "step" in a message is an index into ``schedule.actions[rank]``.
 """
 
+import math
+from collections.abc import Sequence
 from typing import NoReturn
 
 from sternway.errors import ScheduleError
@@ -29,7 +31,9 @@ Places = dict[Op, list[int]]
 _ONCE = "a backward must run once: whole as B, or split as I and W"
 
 
-def check(schedule: Schedule, *, memory_limit: float | None = None, costs: Costs | None = None) -> Schedule:
+def check(
+    schedule: Schedule, *, memory_limit: float | Sequence[float] | None = None, costs: Costs | None = None
+) -> Schedule:
     """Return the schedule if it keeps the seven rules of this module.
 
     Example:
@@ -44,16 +48,19 @@ def check(schedule: Schedule, *, memory_limit: float | None = None, costs: Costs
 
     Args:
         schedule: the schedule.
-        memory_limit: the most that a rank may keep, in microbatches of one rank's whole share.
+        memory_limit: the most that a rank may keep, in microbatches of one rank's whole share; one number, or one for
+            each rank.
         costs: their ``memory_after_I`` counts for the limit; without costs, I frees nothing.
 
     Raises:
         ScheduleError: the first rule that is broken, with rank, step, action and fix.
     """
     ScheduleError.unless(isinstance(schedule, Schedule), "check needs a Schedule", schedule, "make or read one")
+    most = math.inf if memory_limit is None else memory_limit
+    limits = list(most) if isinstance(most, Sequence) else [most] * schedule.ranks
     ScheduleError.unless(
-        memory_limit is None or (isinstance(memory_limit, int | float) and memory_limit == memory_limit),
-        "memory_limit must be a number of microbatches",
+        len(limits) == schedule.ranks and all(isinstance(each, int | float) and each == each for each in limits),
+        "memory_limit must be a number of microbatches, or one for each rank",
         memory_limit,
         "pass 1 or more",
     )
@@ -69,7 +76,7 @@ def check(schedule: Schedule, *, memory_limit: float | None = None, costs: Costs
     if any(count < len(steps) for count, steps in zip(reached, schedule.actions, strict=True)):
         _raise_circle(schedule, reached)
     if memory_limit is not None:
-        _check_memory(schedule, memory_limit, costs or Costs())
+        _check_memory(schedule, limits, costs or Costs())
     return schedule
 
 
@@ -213,9 +220,9 @@ def _raise_circle(schedule: Schedule, reached: list[int]) -> NoReturn:
     )
 
 
-def _check_memory(schedule: Schedule, limit: float, costs: Costs) -> None:
-    """Check that no rank ever keeps more than the limit."""
-    for rank, steps in enumerate(schedule.actions):
+def _check_memory(schedule: Schedule, limits: Sequence[float], costs: Costs) -> None:
+    """Check that no rank ever keeps more than its limit."""
+    for rank, (steps, limit) in enumerate(zip(schedule.actions, limits, strict=True)):
         for index, both in enumerate(memory_steps(schedule, rank, costs)):
             if max(both) > limit + EPSILON:  # 33 activations of a third each are not over a limit of 11
                 raise ScheduleError(

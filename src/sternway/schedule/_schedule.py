@@ -4,7 +4,7 @@ A schedule has no times. They follow from the order and the costs, and ``simulat
 timed with many costs, and two schedules can be compared with the same costs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -158,7 +158,7 @@ class Schedule:
         """Return the rank of every stage, in order."""
         return stage_ranks(self.placement)
 
-    def check(self, memory_limit: float | None = None, costs: Costs | None = None) -> "Schedule":
+    def check(self, memory_limit: float | Sequence[float] | None = None, costs: Costs | None = None) -> "Schedule":
         """Return this schedule if it can run, or raise ScheduleError; see ``sternway.schedule.check``."""
         from sternway.schedule._check import check
 

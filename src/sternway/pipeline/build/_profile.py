@@ -223,6 +223,12 @@ def total_loss(output: Any, target: Any) -> Tensor:
     """A loss by default: the sum of all outputs that require gradients."""
     _, tensors = pack(output)
     sums = [tensor.sum() for tensor in tensors if tensor.requires_grad]
+    if not sums:
+        raise PipelineError(
+            "without a loss_fn, some output of the model must require a gradient",
+            got=f"{len(tensors)} tensors, none of which does",
+            fix="pass loss_fn=, or train some parameters",
+        )
     return torch.stack([each.real if each.is_complex() else each for each in sums]).sum()
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from sternway._torch.tensors import version_of
 from sternway.errors import PipelineError
 from sternway.pipeline.faults._nonfinite import OnNonfinite
+from sternway.pipeline.step._grads import norm_of
 from sternway.pipeline.transport._facts import checksum
 from sternway.pipeline.transport._later import Rows
 
@@ -86,7 +87,8 @@ class Trial:
 
     def settle(self) -> Verdict:
         """Wait for the norm over all ranks; keep the step, repeat it with clipped gradients, or undo it."""
-        norm = torch.tensor(sum(row[0] for row in self._squares()), dtype=torch.float64).sqrt().float()
+        square = torch.tensor(sum(row[0] for row in self._squares()), dtype=torch.float64)
+        norm = norm_of(square, ())  # all ranks decide by the same, whatever their gradients are
         self.exceeded = self._max_norm is not None and bool(norm > self._max_norm)
         if not torch.isfinite(norm):
             self._set_options(self._roll_back())
@@ -94,7 +96,7 @@ class Trial:
         if self._max_norm is None or not self.exceeded or self._clipped:
             return "kept"
         later = self._roll_back()
-        scale = float(torch.clamp(self._max_norm / (norm + 1e-6), max=1.0))
+        scale = float(torch.clamp(self._max_norm / (norm_of(square, self._grads) + 1e-6), max=1.0))
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
             parameter.grad = None if grad is None else grad * scale
         self._optimizer.step()

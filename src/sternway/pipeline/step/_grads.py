@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -210,15 +210,22 @@ class Gradients:
         square = self.square_norm()
         if self._transport.mine:
             self._transport.add([square], range(self._ranks))
-        norm = square.sqrt().float()
+        grads = [p.grad for p in self._parameters() if p.grad is not None]
+        norm = norm_of(square, grads)
         scale = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-        if grads := [p.grad for p in self._parameters() if p.grad is not None]:
+        if grads:
             for device in {grad.device for grad in grads}:
                 scale_each([local_part(grad) for grad in grads if grad.device == device], scale.to(device))
         return norm
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in named_parameters(self._stages)]
+
+
+def norm_of(square: Tensor, grads: Iterable[Tensor | None]) -> Tensor:
+    """The norm of the gradients of all ranks: in float32, or in float64 where some of these are."""
+    double = any(grad is not None and grad.dtype in (torch.float64, torch.complex128) for grad in grads)
+    return square.sqrt() if double else square.sqrt().float()
 
 
 def _square(grad: Tensor) -> Tensor:

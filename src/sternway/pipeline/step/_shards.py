@@ -53,7 +53,8 @@ class StageShards:
         self._begun = 0.0
         self._noted: Callable[[float], None] = _unnoted
         for unit in self._units:
-            unit.command(lambda: self._gathered, functools.partial(self._around, unit))
+            enter, leave = (functools.partial(method, unit) for method in (self._enter, self._leave))
+            unit.command(lambda: self._gathered, enter, leave)
 
     @classmethod
     def of(cls, module: nn.Module, is_first: bool, is_last: bool) -> StageShards | None:
@@ -122,14 +123,16 @@ class StageShards:
             for unit in self._units:
                 unit.abandon()
 
-    def _around(self, unit: FsdpUnit, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A forward on gathered parameters, with the casts of FSDP's policy."""
+    def _enter(self, unit: FsdpUnit, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before a forward: wait for its parameters, and cast what it gets by FSDP's policy."""
         self._wait(unit)
-        policy = unit.policy
-        if policy.cast_forward_inputs and id(module) not in self._inside:
-            args, kwargs = _cast((args, kwargs), policy.param_dtype)
-        output = forward(*args, **kwargs)
-        return output if id(module) in self._goes_on else _cast(output, policy.output_dtype)
+        if unit.policy.cast_forward_inputs and id(module) not in self._inside:
+            args, kwargs = _cast((args, kwargs), unit.policy.param_dtype)
+        return args, kwargs
+
+    def _leave(self, unit: FsdpUnit, module: nn.Module, output: Any) -> Any:
+        """After a forward: what it returns, cast by FSDP's policy."""
+        return output if id(module) in self._goes_on else _cast(output, unit.policy.output_dtype)
 
 
 def _unnoted(end: float) -> None:

@@ -1,5 +1,6 @@
 """Timelines and comparisons as pages of the viewer."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,6 +79,7 @@ def write_comparison(comparison: "Comparison", path: str | Path) -> Path:
 def _timeline_sections(timeline: Timeline, limit: float | None) -> "tuple[PageSection, PageSection]":
     from sternway.viewer import Lanes
 
+    limit = None if limit == math.inf else limit
     return _terms(timeline, limit), Lanes(
         "Timeline",
         [lane_run(timeline, timeline.schedule.name)],

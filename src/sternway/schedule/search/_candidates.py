@@ -7,10 +7,11 @@ from sternway.errors import ScheduleError
 from sternway.schedule._costs import Costs
 from sternway.schedule._offload import without_moves
 from sternway.schedule._schedule import Schedule, looped_placement
-from sternway.schedule.named._make import make, names
+from sternway.schedule.named._make import names
 from sternway.schedule.search._fuse import fuse
 from sternway.schedule.search._gathered import RankFits, gathered_within, step_time, within_limit
-from sternway.schedule.search._problem import Limit
+from sternway.schedule.search._hunt import named
+from sternway.schedule.search._problem import Limit, place
 from sternway.schedule.search._search import moved_within, search
 
 
@@ -75,33 +76,28 @@ def _plans(
     running: Schedule, costs: Costs, memory_limit: Limit, held: frozenset[int], gathered: int | None
 ) -> Iterator[Schedule]:
     ranks, microbatches, per_rank = running.ranks, running.n_microbatches, len(running.placement[0])
-    moves = without_moves(running) is not running
-    try:
-        searched = search(
-            costs,
-            ranks=ranks,
-            microbatches=microbatches,
-            memory_limit=memory_limit,
-            stages_per_rank=per_rank,
-            looped=running.placement == looped_placement(ranks, per_rank),
-            recompute=running.recompute,
-            offload=moves,
-            sharded=held or False,
-            gathered=gathered if held else None,
-        )
-    except ScheduleError:
-        if not moves and not running.recompute:
-            raise
-        searched = running  # not even one microbatch, by a count that is a little too high, or with none that moves
-    if searched.placement == running.placement:
-        yield searched
-    for name in names():
+    moves, looped = without_moves(running) is not running, running.placement == looped_placement(ranks, per_rank)
+    if running.placement == place(ranks, per_rank, looped):  # a search places stages so
         try:
-            named = replace(make(name, ranks=ranks, microbatches=microbatches), recompute=running.recompute)
-        except ScheduleError:  # it does not exist for these numbers
-            continue
-        if named.placement == running.placement:
-            yield named
-            yield fuse(named, costs)
-            if moves:
-                yield from moved_within(named, costs, memory_limit)
+            yield search(
+                costs,
+                ranks=ranks,
+                microbatches=microbatches,
+                memory_limit=memory_limit,
+                stages_per_rank=per_rank,
+                looped=looped,
+                recompute=running.recompute,
+                offload=moves,
+                sharded=held or False,
+                gathered=gathered if held else None,
+            )
+        except ScheduleError:
+            if not moves and not running.recompute:
+                raise
+            yield running  # not even one microbatch, by a count that is a little too high, or with none that moves
+    for made in named(running.placement, microbatches, names(), per_rank):
+        plan = replace(made, recompute=running.recompute)
+        yield plan
+        yield fuse(plan, costs)
+        if moves:
+            yield from moved_within(plan, costs, memory_limit)

@@ -219,7 +219,12 @@ def compare(
             these per-stage costs.
     """
     limit = limit_of(costs, memory_limit, memory)
-    assert isinstance(limit, int | float)  # one for all ranks
+    if not isinstance(limit, int | float):
+        raise ScheduleError(
+            "a comparison has one memory limit for all ranks",
+            got=f"memory_limit={limit!r}",
+            fix="pass one number, or search with a limit for each rank",
+        )
     check_arguments(costs, ranks, microbatches, limit)
     ScheduleError.unless(type(sharded) is bool, "sharded must be True or False", sharded, "pass True: all stages are")
     checked_shards(sharded, gathered, ranks)

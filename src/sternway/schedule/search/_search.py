@@ -4,10 +4,10 @@ Why: each named schedule is best for one kind of costs. Real stages are unequal,
 is limited. The zero-bubble paper (arXiv 2401.10241, section 3) searches with an integer program. This search needs
 none, and is never worse on the paper's own rows.
 
-``_hunt`` plans I and W apart. Where a whole backward costs less than I + W, or I leaves more than F kept, candidates
-are the plan found for these costs, the plan found with I and W as cheap as a whole backward, the plan found with whole
-backwards where I leaves more, and the named schedules. Each has its I and W joined where that helps (``fuse``), and the
-best is returned.
+``_hunt`` plans I and W apart. Where a whole backward costs less than I + W, as one with ``overhead`` does, or I leaves
+more than F kept, candidates are the plan found for these costs, the plan found with I and W as cheap as a whole
+backward, the plan found with whole backwards where I leaves more, and the named schedules. Each has its I and W joined
+where that helps (``fuse``), and the best is returned.
 
 Which stages are recomputed is chosen in ``_recompute``: there is one such search for each choice that its lower bound
 does not rule out.
@@ -184,7 +184,7 @@ def _plan(
     times, per_rank = costs.per_stage(placement, recompute), len(placement[0])
     name = "search" if per_rank == 1 else "search-v" if placement == place(len(placement), 2) else "search-looped"
     ways: list[dict[str, bool]] = [{}]
-    if costs.B is not None:
+    if costs.B is not None or costs.overhead:  # one action has less overhead than two
         ways.append({"joined": True})
     leaves_more = (left > kept + EPSILON for left, kept in zip(times.keeps_after_i, times.keeps, strict=True))
     if any(more and stage not in shares(recompute) for stage, more in enumerate(leaves_more)):
@@ -207,7 +207,8 @@ def _named_within(
     costs: Costs, placement: Placement, microbatches: int, limit: Limit, recompute: Recompute
 ) -> list[Schedule]:
     """Return the named schedules that place their stages so, and stay within the limit if these are recomputed."""
-    plans = (replace(plan, recompute=recompute) for plan in named(placement, microbatches, names()))
+    made = named(placement, microbatches, names(), len(placement[0]))
+    plans = (replace(plan, recompute=recompute) for plan in made)
     return [plan for plan in plans if within(simulate(plan, costs), limit)]
 
 
