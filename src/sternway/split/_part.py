@@ -36,7 +36,7 @@ from sternway._torch.nodes import (
     transposed_dims,
 )
 from sternway._torch.tensors import version_of
-from sternway.errors import PendingError
+from sternway.errors import PendingError, SplitError
 from sternway.saved import Packed, Policy
 from sternway.split._later import Later
 from sternway.split._rules import RuleFunction
@@ -106,6 +106,15 @@ def changed_between(grad: Tensor) -> PendingError:
         "a tensor that W needs must not be changed in place between I and W",
         got=f"a changed gradient of shape {tuple(grad.shape)}, or a changed operand of its node",
         fix="change a copy, or call pending.run() first",
+    )
+
+
+def changed_in_i(grad: Tensor) -> SplitError:
+    """The error if the gradient that was kept at a cut was changed in place later in I."""
+    return SplitError(
+        "a gradient must not be changed in place while I runs: W needs it as it arrived",
+        got=f"a hook, or the backward of a custom Function, that changed a gradient of shape {tuple(grad.shape)}",
+        fix="return a changed copy there, such as 2 * grad for grad.mul_(2)",
     )
 
 
@@ -242,7 +251,7 @@ class Cut:
         holders: what a checkpoint packed the saved tensors as.
     """
 
-    __slots__ = ("grads", "holders", "node", "packing", "parts", "runs_in_i")
+    __slots__ = ("grads", "holders", "node", "packing", "parts", "runs_in_i", "version")
 
     def __init__(
         self, node: Node, parts: list[Part], packing: Packing, runs_in_i: bool, holders: Sequence[Any] = ()
@@ -253,6 +262,7 @@ class Cut:
         self.runs_in_i = runs_in_i
         self.holders = holders
         self.grads: list[tuple[Tensor | None, ...]] = []  # what arrived at the node: one entry, after I
+        self.version: int | None = None  # of the gradient as it arrived, where I runs what may change it
 
     @property
     def is_read_as_it_runs(self) -> bool:
@@ -272,7 +282,13 @@ class Cut:
                 allow_more_reads(holder, times=len(self.parts))
             self.holders = ()  # whoever has a holder keeps what was recomputed for it
         self.read()
+        self.keep_as_it_is(grads)
+
+    def keep_as_it_is(self, grads: tuple[Tensor | None, ...]) -> None:
+        """A hook that runs just before the node: keep the gradient that arrived, and note whether it is changed."""
         self.grads.append(grads)
+        if grads[0] is not None:
+            self.version = version_of(grads[0])
 
     def keep(self, grad: Tensor | None) -> None:
         """Keep the gradient that arrived at a node that did not run; what a checkpoint recomputes is read now."""

@@ -19,7 +19,7 @@ from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator, EngineCall
 from sternway.split._behind import held_behind
 from sternway.split._later import Product
-from sternway.split._part import Cut, Node, Part, sum_to
+from sternway.split._part import Cut, Node, Part, changed_in_i, sum_to
 
 
 class _Parts(ABC):
@@ -112,6 +112,8 @@ def deferred_work(
             missed += cut.parts
             continue
         version = version_of(grad)
+        if cut.version not in (None, version):
+            raise changed_in_i(grad)
         for part in cut.parts:
             part.grad, part.version = grad, version
             leaf = part.leaf
