@@ -32,7 +32,7 @@ def catching(cuts: list[Cut], quiet: bool = False, asked: bool = False) -> Itera
             elif cut.packing != "checkpoint":
                 cut.read()
                 if cut.runs_in_i:
-                    handles.append(cut.node.register_prehook(cut.grads.append if quiet else cut.keep_as_it_is))
+                    handles.append(cut.node.register_prehook(cut.grads.append if quiet else cut.keeping()))
         UNSEEN.count_own(len(handles) + len(readers))
         yield
         handles.clear()
