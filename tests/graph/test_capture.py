@@ -283,11 +283,21 @@ def test_what_has_no_graph_is_refused(tensors: object) -> None:
         lambda x: torch.compile(lambda t: t.sin() * t, backend="aot_eager")(x).sum(),
         lambda x: x.to(torch.complex64).abs().sum(),
         lambda x: x.to("meta").exp().sum(),
+        lambda x: torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 3])).exp().values().sum(),
     ],
 )
 def test_all_sorts_of_graphs(make: Callable[[Tensor], Tensor]) -> None:
     g = graph.capture(make(torch.randn(3, 3, requires_grad=True)))
     assert graph.from_json(g.to_json()) == g
+
+
+def test_recording_goes_around_what_is_traced() -> None:
+    """``torch.cond`` failed: Dynamo found the recording in its branches."""
+    x = torch.randn(3, requires_grad=True)
+    with graph.record():
+        y = torch.cond(torch.tensor(True), lambda x: x.sin(), lambda x: x.cos(), (x,)).exp()
+    ops = {node.op for node in graph.capture(y.sum()).nodes}
+    assert "exp" in ops
 
 
 def test_a_capture_in_another_thread() -> None:

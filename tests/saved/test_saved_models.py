@@ -136,6 +136,20 @@ def test_sparse_and_empty_tensors_are_left_alone() -> None:
     assert "layout" in report.skipped
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_what_torch_func_computes_with_is_left_alone() -> None:
+    layer = nn.Linear(4, 4)
+
+    def step(*policies: AbstractContextManager[Any]) -> Tensor:
+        x = torch.ones(3, 4, requires_grad=True)
+        with policies[0] if policies else nullcontext():
+            tangent = torch.func.jvp(lambda x: layer(x).tanh(), (x,), (torch.ones(3, 4),))[1]
+        return torch.autograd.grad(tangent.sum(), x)[0]
+
+    for policy in (moving(), saved.mutable()):
+        assert torch.equal(step(policy), step())
+
+
 def test_autocast() -> None:
     model, x = gpt(16, 2), torch.randn(2, 5, 16)
 

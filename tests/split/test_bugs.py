@@ -104,6 +104,43 @@ def test_what_waits_must_not_change() -> None:
             pending.run()
 
 
+class _InPlace(torch.autograd.Function):
+    """Its backward changes the gradient that it gets, which is not only its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].mul_(2)
+
+
+@pytest.mark.parametrize("by", ["hook", "node hook", "function"])
+def test_a_gradient_that_is_changed_in_place_while_i_runs(by: str) -> None:
+    """A plain backward has used it by then for the weight. W read it as it was afterwards, without notice."""
+    w, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    for _ in range(2):
+        above = _InPlace.apply(x.sin()) if by == "function" else x.sin()  # type: ignore[no-untyped-call]
+        if by == "hook":
+            above.register_hook(lambda grad: grad.mul_(2))
+        elif by == "node hook":
+            above.grad_fn.register_prehook(lambda grads: (grads[0].mul_(2),))
+        with pytest.raises(SplitError, match=r"changed in place while I runs.* gradient of shape \(4, 4\)"):
+            split.backward_input(above + x @ w, torch.ones(4, 4), x, own_thread=True)
+
+
+def test_a_gradient_that_is_changed_in_place_before_it_arrives() -> None:
+    """Nobody else has it by then."""
+    w, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    _, pending = split.backward_input(_InPlace.apply(x @ w).sin(), torch.ones(4, 4), x)  # type: ignore[no-untyped-call]
+    pending.run()
+    grad = w.grad
+    w.grad = None
+    _InPlace.apply(x @ w).sin().backward(torch.ones(4, 4))  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(grad, w.grad)
+
+
 def test_an_optimizer_in_the_backward_and_a_parameter_as_the_other_factor() -> None:
     """The hook of one parameter changed it before W read it as a factor of another's gradient."""
     results = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -63,6 +64,38 @@ def _differing(exact: bool, dtype: torch.dtype, *, autocast: bool = False, hooke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_every_bit(dtype: torch.dtype) -> None:
     assert _differing(True, dtype) == []
+
+
+PRODUCTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+    "as it is": ((33, 17), (7, 33), lambda x, w: x @ w),
+    "turned twice": ((33, 17), (7, 33), lambda x, w: x @ w.t().t()),
+    "permuted": ((17, 33), (7, 33), lambda x, w: x @ w.T),
+    "a part of what is turned": ((34, 33), (7, 33), lambda x, w: x @ w.t().chunk(2, 1)[0]),
+    "on the left": ((17, 33), (7, 33), lambda x, w: w.t().t() @ x.t()),
+    "with a factor": ((33, 17), (7, 33), lambda x, w: torch.addmm(w[0], x, w.t().t(), alpha=0.7)),
+    "stacks": ((3, 17, 33), (3, 7, 33), lambda x, w: torch.bmm(x, w.mT)),
+    "stacks on the left": ((3, 33, 17), (3, 33, 7), lambda x, w: torch.bmm(w.mT, x)),
+}
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_product_is_computed_as_autograd_does(name: str, by_columns: bool, hooked: bool) -> None:
+    """Which goes by how the operand lies in memory, by columns or by rows: the transpose differs in the last bit."""
+    shape, of_x, call = PRODUCTS[name]
+    made = torch.randn(shape, dtype=torch.float64)
+    made = made.mT.contiguous().mT if by_columns else made
+    ours, theirs = made.clone().requires_grad_(), made.clone().requires_grad_()
+    for weight in (ours, theirs) if hooked else ():
+        weight.register_hook(lambda grad: 3 * grad)
+    for _ in range(2):
+        x = torch.randn(of_x, dtype=torch.float64, requires_grad=True)
+        output = call(x, theirs)
+        grad = torch.randn_like(output)
+        output.backward(grad)
+        split.backward_input(call(x, ours), grad, x, exact=True)[1].run()
+    assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
 
 
 def test_under_autocast() -> None:

@@ -6,6 +6,7 @@ reads some for every matrix product.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +24,7 @@ class Mm:
     name = "MmBackward0"
     left: Field = attrgetter("_saved_self")
     right: Field = attrgetter("_saved_mat2")
+    strides: tuple[Field, ...] = (attrgetter("_saved_self_sym_strides"), attrgetter("_saved_mat2_sym_strides"))
 
 
 class Bmm:
@@ -42,6 +44,7 @@ class Addmm:
     left_and_alpha: Field = attrgetter("_saved_mat1", "_saved_alpha")
     alpha: Field = attrgetter("_saved_alpha")
     beta: Field = attrgetter("_saved_beta")
+    strides: tuple[Field, ...] = (attrgetter("_saved_mat1_sym_strides"), attrgetter("_saved_mat2_sym_strides"))
 
 
 class Baddbmm:
@@ -96,6 +99,21 @@ class EmbeddingBag:
     padding: Field = attrgetter("_saved_padding_idx")
 
 
+def strides_of_side(node: Any, position: int) -> tuple[int, ...]:
+    """The strides of a side of a product of two matrices, by its place among the node's edges; () of other nodes."""
+    match type(node).__name__:
+        case Mm.name:
+            return tuple(Mm.strides[position](node))
+        case Addmm.name if position:
+            return tuple(Addmm.strides[position - 1](node))
+    return ()
+
+
+def lies_by_columns(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether autograd computes the gradient of such a side by columns: as the transpose of another product."""
+    return len(shape) == len(strides) == 2 and strides[0] == 1 and strides[1] == shape[0]
+
+
 def embedding_bag_backward(grad: Tensor, indices: Tensor, bags: Any, settings: Any, weights: Any, pad: int) -> Tensor:
     """The gradient of the table."""
     table: Tensor = torch.ops.aten._embedding_bag_backward(grad, indices, *bags, *settings, weights, signed(pad))
@@ -110,12 +128,17 @@ def _leaves(node: Any) -> list[Any]:
     return [child.variable for child, _ in node.next_functions]
 
 
-@probe("MmBackward0: _saved_self, _saved_mat2", expected="are the two sides of a product", features=("split",))
+@probe(
+    "MmBackward0: _saved_self, _saved_mat2, _saved_self_sym_strides, …",
+    expected="are the two sides of a product and their strides",
+    features=("split",),
+)
 def _mm() -> bool:
     left, right = _matrix(2, 3), _matrix(3, 4)
     node: Any = (left @ right).grad_fn
-    sides = [Mm.left(node), Mm.right(node)]
-    return type(node).__name__ == Mm.name and sides == _leaves(node) == [left, right]
+    sides, strides = [Mm.left(node), Mm.right(node)], [strides_of_side(node, 0), strides_of_side(node, 1)]
+    is_kind = type(node).__name__ == Mm.name and strides == [(3, 1), (4, 1)]
+    return is_kind and sides == _leaves(node) == [left, right]
 
 
 @probe("BmmBackward0: _saved_self, _saved_mat2", expected="are the two sides of a product", features=("split",))
@@ -127,15 +150,16 @@ def _bmm() -> bool:
 
 
 @probe(
-    "AddmmBackward0: _saved_mat1, _saved_mat2, _saved_alpha, _saved_beta",
-    expected="are the sides of a product and its factors",
+    "AddmmBackward0: _saved_mat1, _saved_mat2, _saved_alpha, _saved_beta, _saved_mat1_sym_strides, …",
+    expected="are the sides of a product, its factors and the sides' strides",
     features=("split",),
 )
 def _addmm() -> bool:
     bias, left, right = _matrix(4), _matrix(2, 3), _matrix(3, 4)
     node: Any = torch.addmm(bias, left, right, alpha=2, beta=3).grad_fn
     fields = [Addmm.left(node), Addmm.right(node), Addmm.alpha(node), Addmm.beta(node)]
-    return type(node).__name__ == Addmm.name and fields == [left, right, 2, 3] and _leaves(node) == [bias, left, right]
+    is_kind = type(node).__name__ == Addmm.name and [strides_of_side(node, at) for at in (1, 2)] == [(3, 1), (4, 1)]
+    return is_kind and fields == [left, right, 2, 3] and _leaves(node) == [bias, left, right]
 
 
 @probe(

@@ -95,6 +95,8 @@ class Recording(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # as in torch.cond: nothing has run yet
+            return func(*args, **kwargs)
         name = getattr(func, "__name__", "") or str(func)
         if name in ("backward", "__get__"):
             if self._before_backward is not None and name == "backward" and args and isinstance(args[0], Tensor):

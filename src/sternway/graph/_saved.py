@@ -50,7 +50,9 @@ class Reader:
         except TypeError:  # a symbolic shape
             return TensorInfo(None, _dtype(thing.dtype), _device(thing.device))
         if found is None:
-            found = self._infos[key] = TensorInfo(tuple(map(int, shape)), _dtype(thing.dtype), _device(thing.device))
+            is_known = all(isinstance(size, int) for size in shape)  # a jagged dimension has a symbol
+            sizes = tuple(shape) if is_known else None
+            found = self._infos[key] = TensorInfo(sizes, _dtype(thing.dtype), _device(thing.device))
         return found
 
     def saved(self, node: Any) -> tuple[tuple[Saved, ...], bool]:

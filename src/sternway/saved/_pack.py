@@ -164,7 +164,11 @@ def _unfit(tensor: Tensor) -> str | None:
     storage = tensor.untyped_storage()
     if not storage.nbytes() or not tensor.numel():
         return "empty"
-    if not storage.data_ptr() or storage.nbytes() % tensor.element_size():
+    try:
+        address = storage.data_ptr()
+    except RuntimeError:  # what torch.func computes with has none
+        return "layout"
+    if not address or storage.nbytes() % tensor.element_size():
         return "layout"
     return None
 

@@ -110,8 +110,8 @@ def backward_input(
         plan = make_plan([edge_of(tensor) for tensor in tensors], set(wanted.values()), exact)
     kept = list(map(root_of, tensors)) if not functions_outlive_graphs() and plan.leads_to_functions else []
     bottom = [cut for cut in plan.cuts if not cut.runs_in_i]
-    quiet = own_thread and plan.is_quiet
-    taken = plan.cuts if quiet else bottom
+    asked = own_thread and plan.is_quiet
+    taken = plan.cuts if asked else bottom
     native = plan.native
     nodes = [*plan.ready, *[cut.node for cut in taken], *(native.asked if native else ())]
     edges = [GradientEdge(*place) for place in plan.inputs] + list(map(GradientEdge, nodes, repeat(0)))
@@ -119,7 +119,7 @@ def backward_input(
     offers = [Offer(each.node, each.positions) for each in plan.opaque]
     group = recomputation() if plan.recomputes else None
     with _used_once(), sharing(group) if group else nullcontext():
-        with _preparing(plan, offers, quiet) as (ran, mark, stopped):
+        with _preparing(plan, offers, asked) as (ran, mark, stopped):
             if mark is not None:
                 edges, tensors, grads = [*edges, gradient_edge(mark)], [*tensors, mark], [*grads, torch.empty(0)]
             found = gradients_at(edges, tensors, grads) if edges else ()
@@ -147,7 +147,7 @@ def backward_input(
 
 @contextmanager
 def _preparing(
-    plan: SplitPlan, offers: list[Offer], quiet: bool
+    plan: SplitPlan, offers: list[Offer], asked: bool
 ) -> Iterator[tuple[Ran, Tensor | None, dict[Edge, Tensor | None]]]:
     """A block in which the engine runs the spine: the cuts keep what W needs, and gradient stops at the inputs.
 
@@ -156,7 +156,7 @@ def _preparing(
     """
     calls = {cut.node: cut.call for cut in (*plan.functions, *plan.trials)}
     with (
-        catching(plan.cuts, quiet),
+        catching(plan.cuts, plan.is_quiet, asked),
         calling_instead(calls) if calls else nullcontext(),
         making(offers) if offers else nullcontext(),
         without_hooks([*plan.ready, *plan.triggers]) as (ran, mark),

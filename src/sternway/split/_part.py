@@ -16,9 +16,11 @@ A rule reads saved tensors that the node itself reads when it runs. Hooks may ha
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
+from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from sternway._storage import lies_in, storage_sizes
@@ -35,10 +37,11 @@ from sternway._torch.nodes import (
     signed,
     transposed_dims,
 )
-from sternway._torch.tensors import version_of
-from sternway.errors import PendingError
+from sternway._torch.operands import lies_by_columns, strides_of_side
+from sternway._torch.tensors import version_of, without_torch_function
+from sternway.errors import PendingError, SplitError
 from sternway.saved import Packed, Policy
-from sternway.split._later import Later
+from sternway.split._later import Later, Product
 from sternway.split._rules import RuleFunction
 
 Node = Any  # an autograd node; torch.autograd.graph.Node lacks `variable`
@@ -109,6 +112,15 @@ def changed_between(grad: Tensor) -> PendingError:
     )
 
 
+def changed_in_i(grad: Tensor) -> SplitError:
+    """The error if the gradient that was kept at a cut was changed in place later in I."""
+    return SplitError(
+        "a gradient must not be changed in place while I runs: W needs it as it arrived",
+        got=f"a hook, or the backward of a custom Function, that changed a gradient of shape {tuple(grad.shape)}",
+        fix="return a changed copy there, such as 2 * grad for grad.mul_(2)",
+    )
+
+
 class _KeptPacked:
     """A node whose saved tensors are read without unpacking what ``sternway.saved`` packed."""
 
@@ -131,7 +143,7 @@ class Part:
         rule: reads ``later`` off the cut's node.
     """
 
-    __slots__ = ("edge", "grad", "later", "leaf", "packed", "position", "rule", "transposed", "version")
+    __slots__ = ("edge", "grad", "later", "leaf", "packed", "position", "rule", "strides", "transposed", "version")
 
     grad: Tensor
     version: int
@@ -150,6 +162,7 @@ class Part:
         self.position = position
         self.rule = rule
         self.later: Later | None = None
+        self.strides: tuple[int, ...] = ()  # of a product's side that is no parameter
         self.packed: Packed | None = None  # stands for grad, while a policy has it
 
     @classmethod
@@ -211,17 +224,36 @@ class Part:
                 break
 
     def value(self, transposed: bool = False) -> Tensor:
-        """The operand's gradient, its last two dimensions swapped if ``transposed``."""
+        """The operand's gradient, its last two dimensions swapped if ``transposed``.
+
+        A product is computed as autograd does, which goes by how the operand lies in memory. The transpose of another
+        product may differ in the last bit.
+        """
+        if isinstance(self.later, Product):
+            by_columns = self._lies_by_columns()
+            value = self.later.gradient(self.grad, by_columns)
+            return value if by_columns == transposed else value.mT
         if self.later is not None:
             return self.later.gradient(self.grad, transposed)
         return self.grad.mT if transposed else self.grad
 
+    def _lies_by_columns(self) -> bool:
+        with without_torch_function():  # a subclass may refuse to be read
+            if self.grad.ndim != 2 or any(each.layout is not torch.strided for each in self.tensors()):
+                return False
+            if self.leaf is None:
+                node, index = self.edge
+                return lies_by_columns(gradient_slots(node)[index].shape, self.strides)
+            parameter = self.leaf.variable
+            if parameter.layout is not torch.strided:
+                return False
+            shape, strides = parameter.shape, parameter.stride()
+            return lies_by_columns(shape[::-1], strides[::-1]) if self.transposed else lies_by_columns(shape, strides)
+
     def value_at_edge(self) -> Tensor:
         """The operand's gradient, summed over broadcast dimensions, as the engine takes it."""
         node, index = self.edge
-        transposed = is_transpose(node)  # computed as autograd does: laid out as the operand is
-        value = self.value(transposed)
-        return sum_to(value.mT if transposed else value, tuple(gradient_slots(node)[index].shape))
+        return sum_to(self.value(), tuple(gradient_slots(node)[index].shape))
 
     def compute_if_made_from(self, storages: dict[int, int]) -> None:
         """Compute the value now, if it is made from a tensor in one of these storages."""
@@ -242,7 +274,7 @@ class Cut:
         holders: what a checkpoint packed the saved tensors as.
     """
 
-    __slots__ = ("grads", "holders", "node", "packing", "parts", "runs_in_i")
+    __slots__ = ("grads", "holders", "node", "packing", "parts", "runs_in_i", "versions")
 
     def __init__(
         self, node: Node, parts: list[Part], packing: Packing, runs_in_i: bool, holders: Sequence[Any] = ()
@@ -253,6 +285,7 @@ class Cut:
         self.runs_in_i = runs_in_i
         self.holders = holders
         self.grads: list[tuple[Tensor | None, ...]] = []  # what arrived at the node: one entry, after I
+        self.versions: list[int] = []  # of the gradient as it arrived, where I runs what may change it
 
     @property
     def is_read_as_it_runs(self) -> bool:
@@ -264,6 +297,8 @@ class Cut:
         node = _KeptPacked(self.node) if self.packing == "ours" else self.node
         for part in self.parts:
             part.later = part.rule(node)  # type: ignore[misc]  # every part of a cut has a rule
+            if part.leaf is None:
+                part.strides = strides_of_side(self.node, part.position)
 
     def read_and_keep(self, grads: tuple[Tensor | None, ...]) -> None:
         """A hook that runs just before the node: read, and keep the gradient that arrived."""
@@ -272,7 +307,14 @@ class Cut:
                 allow_more_reads(holder, times=len(self.parts))
             self.holders = ()  # whoever has a holder keeps what was recomputed for it
         self.read()
-        self.grads.append(grads)
+        self.keeping()(grads)
+
+    def keeping(self) -> Callable[[tuple[Tensor | None, ...]], None]:
+        """A hook that runs just before the node: it keeps the gradient that arrived, and its version.
+
+        The node holds the hook, so that the hook must not hold the node.
+        """
+        return partial(_keep, self.grads, self.versions)
 
     def keep(self, grad: Tensor | None) -> None:
         """Keep the gradient that arrived at a node that did not run; what a checkpoint recomputes is read now."""
@@ -280,3 +322,9 @@ class Cut:
             self.read_and_keep((grad,))
         else:
             self.grads.append((grad,))
+
+
+def _keep(kept: list[tuple[Tensor | None, ...]], versions: list[int], grads: tuple[Tensor | None, ...]) -> None:
+    kept.append(grads)
+    if grads[0] is not None:
+        versions.append(version_of(grads[0]))

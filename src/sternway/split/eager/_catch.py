@@ -15,11 +15,12 @@ from sternway.split.eager._hiding import Ran, hiding
 
 
 @contextmanager
-def catching(cuts: list[Cut], asked: bool = False) -> Iterator[None]:
+def catching(cuts: list[Cut], quiet: bool = False, asked: bool = False) -> Iterator[None]:
     """Keep, at each cut that runs in the block, the gradient that arrives there and what W needs beside it.
 
-    A hook that only appends to a list may stay: the engine frees the nodes that it has run, and the gradient is taken
-    out of the list afterwards. Where the engine is ``asked`` for the gradients at all cuts, no hook is needed.
+    Where the plan is ``quiet``, nothing else that the block runs can change a gradient, and a hook only appends it to a
+    list. Hooks may stay: the engine frees the nodes that it has run, and the gradient is taken out of the list
+    afterwards. Where the engine is ``asked`` for the gradients at all cuts, no hook is needed.
     """
     handles, readers = [], []
     try:
@@ -31,7 +32,7 @@ def catching(cuts: list[Cut], asked: bool = False) -> Iterator[None]:
             elif cut.packing != "checkpoint":
                 cut.read()
                 if cut.runs_in_i:
-                    handles.append(cut.node.register_prehook(cut.grads.append))
+                    handles.append(cut.node.register_prehook(cut.grads.append if quiet else cut.keeping()))
         UNSEEN.count_own(len(handles) + len(readers))
         yield
         handles.clear()

@@ -19,7 +19,7 @@ from sternway.saved import Policy
 from sternway.split._accumulate import Accumulator, EngineCall
 from sternway.split._behind import held_behind
 from sternway.split._later import Product
-from sternway.split._part import Cut, Node, Part, sum_to
+from sternway.split._part import Cut, Node, Part, changed_in_i, sum_to
 
 
 class _Parts(ABC):
@@ -112,6 +112,8 @@ def deferred_work(
             missed += cut.parts
             continue
         version = version_of(grad)
+        if cut.versions and cut.versions.pop() != version:
+            raise changed_in_i(grad)
         for part in cut.parts:
             part.grad, part.version = grad, version
             leaf = part.leaf
@@ -160,12 +162,12 @@ def _join(part: Part, calls: list[EngineCall]) -> list[EngineCall]:
 def _add(accumulator: Accumulator, parameter: Tensor, part: Part) -> None:
     """Give a part to the accumulator: as a product, if it is one."""
     later, transposed = part.later, part.transposed and parameter.ndim > 1
-    if isinstance(later, Product):
+    if isinstance(later, Product) and not accumulator.exact and parameter.grad is not None:
         left, right = later.factors(part.grad, transposed)
         accumulator.add_product(parameter, left, right, later.scale)
         return
     value = part.value(transposed)
-    if parameter.grad is None and value.shape == parameter.shape:
+    if parameter.grad is None and value.shape == parameter.shape and not isinstance(later, Product):
         value = _own(value, part)
     accumulator.add_value(parameter, value)
 
