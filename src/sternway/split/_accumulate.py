@@ -90,8 +90,8 @@ class Accumulator:
         self._written.append(parameter)
         return parameter
 
-    def add_product(self, parameter: Tensor, left: Tensor, right: Tensor, scale: complex = 1) -> None:
-        """Add ``scale * left @ right`` to ``parameter.grad``."""
+    def add_product(self, parameter: Tensor, left: Tensor, right: Tensor, scale: complex = 1) -> bool:
+        """Add ``scale * left @ right`` to ``parameter.grad`` in the kernel that computes it, unless it cannot be."""
         total = parameter.grad
         if (
             total is None
@@ -103,15 +103,13 @@ class Accumulator:
                 and total.layout is _STRIDED
             )
         ):
-            by_columns = parameter.ndim == 2 and parameter.stride(0) == 1 != parameter.stride(1)
-            value = (right.mT @ left.mT).mT if by_columns else left @ right  # laid out as autograd's
-            self.add_value(parameter, value if scale == 1 else value.mul_(scale))
-            return
+            return False
         add = total.addmm_ if ndim == 2 else total.baddbmm_
         if scale == 1:
             add(left, right)
         else:
             add(left, right, alpha=scale)
+        return True
 
     def add_value(self, parameter: Tensor, value: Tensor) -> None:
         """Add ``value`` to ``parameter.grad``; if that is None, ``value`` may become it, and must be nobody else's."""

@@ -113,10 +113,10 @@ class CompiledWork:
                 )
         with without_autocast():  # as the graph was compiled
             for parameter, grad in zip(parameters, self._take(numbers), strict=True):
-                if isinstance(grad, tuple):
-                    accumulator.add_product(parameter, *grad)
-                else:
+                if not isinstance(grad, tuple):
                     accumulator.add_value(parameter, grad)
+                elif not accumulator.add_product(parameter, *grad):
+                    accumulator.add_value(parameter, _product(parameter, *grad))
             accumulator.flush()
 
     def take(self, number: int, like: Tensor) -> Tensor:
@@ -172,3 +172,9 @@ class CompiledGradient(Later):
 
 
 _NO_GRAD = torch.empty(0)  # a Part has the gradient of its node's output; a compiled W needs none
+
+
+def _product(parameter: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """A parameter's gradient, laid out as autograd lays it out."""
+    by_columns = parameter.ndim == 2 and parameter.stride(0) == 1 != parameter.stride(1)
+    return (right.mT @ left.mT).mT if by_columns else left @ right

@@ -162,10 +162,10 @@ def _join(part: Part, calls: list[EngineCall]) -> list[EngineCall]:
 def _add(accumulator: Accumulator, parameter: Tensor, part: Part) -> None:
     """Give a part to the accumulator: as a product, if it is one."""
     later, transposed = part.later, part.transposed and parameter.ndim > 1
-    if isinstance(later, Product) and not accumulator.exact and parameter.grad is not None:
+    if isinstance(later, Product):
         left, right = later.factors(part.grad, transposed)
-        accumulator.add_product(parameter, left, right, later.scale)
-        return
+        if accumulator.add_product(parameter, left, right, later.scale):
+            return
     value = part.value(transposed)
     if parameter.grad is None and value.shape == parameter.shape and not isinstance(later, Product):
         value = _own(value, part)
