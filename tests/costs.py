@@ -17,6 +17,7 @@ COSTS: dict[str, tuple[str, ...]] = {
     "cli/test_demo.py": ("dist", "slow"),
     "docs/test_docs_code.py::test_page_runs": ("dist", "slow"),
     "graph/test_explain.py::test_unused_parameters_under_ddp": ("dist",),
+    "pipeline/test_batches.py::test_arguments_in_another_order_on_two_gloo_ranks": ("dist",),
     "pipeline/test_chaos.py": ("dist", "slow"),
     "pipeline/test_checkpoint_dist.py": ("dist", "slow"),
     "pipeline/test_checkpoint_sharded.py": ("dist", "slow"),
