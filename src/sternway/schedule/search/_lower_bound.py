@@ -68,7 +68,8 @@ def lower_bound(
         microbatches: the number of microbatches in a step.
         memory_limit: what a rank may hold, in forwards of one microbatch through one rank's share.
         memory: or what it has in bytes, as in ``search``.
-        stages_per_rank, looped: as in ``search``.
+        stages_per_rank: as in ``search``.
+        looped: as in ``search``.
         recompute: what is recomputed, as in ``search``; "auto" for any choice.
 
     Returns:
