@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +11,9 @@ from random_schedules import invented, named
 
 from sternway import schedule
 from sternway.errors import ScheduleError
-from sternway.schedule import Costs, Schedule, measured_costs
+from sternway.schedule import Costs, Schedule, Timeline, _between, measured_costs
 from sternway.schedule._depends import KIND, needs
+from sternway.schedule._depends import run as in_order
 
 NAMES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
 
@@ -111,6 +114,43 @@ def test_measured_steps_show_it(name: str, ranks: int, comm: float, busy: float)
 def test_where_nothing_tells_it_stays_as_planned() -> None:
     run = schedule.make("1f1b", ranks=2, microbatches=4).simulate(Costs(comm=0.1, comm_busy=0.75))
     assert measured_costs(run, Costs(comm_busy=0.5)).comm_busy == 0.5
+
+
+def test_it_is_found_in_some_of_many_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training waits for that: 16 ranks with 128 microbatches took most of a second."""
+    plan = schedule.make("zb-v", ranks=16, microbatches=128)
+    run = plan.simulate(Costs(comm=2, comm_busy=1))
+    steps, messages = [], []
+    starts, departures = _between._starts, _between._departures
+    monkeypatch.setattr(_between, "_starts", lambda each: steps.append(each) or starts(each))
+    monkeypatch.setattr(_between, "_departures", lambda run, *rest: messages.append(len(run)) or departures(run, *rest))
+    found = measured_costs([run] * 4, Costs())
+    assert found.comm_busy == pytest.approx(1, abs=0.26)
+    assert plan.simulate(found).makespan == pytest.approx(run.makespan, rel=0.01)
+    assert len(steps) == 2
+    assert sum(messages) < 10 * 2 * (2 * 30 * 128), "of two steps with so many messages each"
+
+
+def test_what_waits_on_a_full_way_is_no_overhead() -> None:
+    """Each message takes a little longer than planned, and those behind it come later by all of that."""
+    plan, numbers = schedule.make("looped-bfs", ranks=8, microbatches=64), random.Random(0)
+    ends: dict[int, tuple[int, float]] = {}
+    wires: dict[tuple[int, int], float] = {}
+    times: list[list[tuple[float, float]]] = [[] for _ in range(plan.ranks)]
+    for rank, inputs, outputs in in_order(plan):
+        start = times[rank][-1][1] if times[rank] else 0.0
+        for key in inputs:
+            maker, there = ends[key]
+            if maker != rank:
+                there = max(there, wires.get((maker, rank), 0.0)) + 1.5 * (1 + abs(numbers.gauss(0, 0.1)))
+                wires[maker, rank] = there
+            start = max(start, there)
+        times[rank].append((start, start + len(outputs) * 0.5))
+        ends |= dict.fromkeys(outputs, (rank, times[rank][-1][1]))
+    measured = Timeline.measured(plan, times)
+    found = measured_costs([measured, measured], Costs())
+    assert found.overhead < 0.05
+    assert plan.simulate(found).makespan == pytest.approx(measured.makespan, rel=0.06)
 
 
 def test_a_search_counts_it() -> None:

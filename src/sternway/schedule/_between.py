@@ -14,11 +14,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 from sternway.schedule._costs import EPSILON
 from sternway.schedule._depends import KIND
 from sternway.schedule._timeline import Timeline
 
+_MANY = 25_000  # actions: of steps that have more together, some are looked at, since it is the training that waits
+_SURELY = 1.5  # of a message's time, after which it was there: some take longer than most
 _TELLING = 3  # messages that were waited for, from which a median tells something
 _SHARES = tuple(eighth / 8 for eighth in range(9))  # of a message's time, that it may keep its way busy
 _BETTER = 0.9  # of what is unexplained with the planned share, that another one must be below
@@ -29,8 +32,7 @@ Edge = tuple[int, int]
 """From which rank to which."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Message:
+class _Message(NamedTuple):
     """When it was sent, and which action needed it: when that began, and how long its rank had been idle by then.
 
     A rank that was free before the message was sent has waited for it, unless it needed several, of which any may have
@@ -49,8 +51,7 @@ class _Message:
         return self.is_alone and self.start - self.idle <= self.sent
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
+class _Start(NamedTuple):
     """When an action began, when its rank was free, and when what it needs from other ranks was computed there."""
 
     start: float
@@ -79,6 +80,7 @@ def between_actions(runs: Sequence[Timeline], planned: Sequence[Sequence[float]]
         planned: what messages were planned to take, from each rank to each: the most, where no rank waited.
         busy: the planned share of that in which a message kept its way busy, where nothing tells.
     """
+    runs = runs[:: 1 + sum(len(rank) for run in runs for rank in run.events) // _MANY]
     starts = [list(_starts(run)) for run in runs]
     sent, most = [_messages(each) for each in starts], max(map(max, planned))
     found = _times(chain(*(_departures(run, {}, 0.0) for run in sent)), len(planned), most)
@@ -90,7 +92,9 @@ def between_actions(runs: Sequence[Timeline], planned: Sequence[Sequence[float]]
     for actions, run in zip(starts, sent, strict=True):
         there: dict[int, float] = defaultdict(float)
         for message, begin in _departures(run, found, busy):
-            there[message.action] = max(there[message.action], begin + found[message.edge])
+            # A message that waits for others comes when they have come: nobody knows that as surely.
+            arrival = begin + _SURELY * found[message.edge] if begin == message.sent else math.inf
+            there[message.action] = max(there[message.action], arrival)
         gaps += [
             each.start - each.free
             for number, each in enumerate(actions)
@@ -127,7 +131,10 @@ def _times(departures: Iterable[tuple[_Message, float]], ranks: int, most: float
     """Return the time of a message from each rank to each, besides waiting for others."""
     waited, passed = defaultdict[Edge, list[float]](list), defaultdict[Edge, list[float]](list)
     for message, begin in departures:
-        (waited if message.is_waited_for else passed)[message.edge].append(max(0.0, message.start - begin))
+        if message.is_waited_for:
+            waited[message.edge].append(max(0.0, message.start - begin))
+        else:  # when it set out is known less surely than when it was sent, and the shortest counts
+            passed[message.edge].append(max(0.0, message.start - message.sent))
     everywhere = [time for times in waited.values() for time in times]
     shortest = [time for times in passed.values() for time in times]
     usual = statistics.median(everywhere) if everywhere else min([most, *shortest])
@@ -152,11 +159,11 @@ def _follow_closely(sent: Sequence[Sequence[_Message]], times: Mapping[Edge, flo
 
 def _share(sent: Sequence[Sequence[_Message]], times: Mapping[Edge, float], planned: float, most: float) -> float:
     """Return the share of its time for which a message keeps its way busy: with it, their times are most alike."""
-    some: list[Sequence[_Message]] = []
-    idle = _IDLE * statistics.median(times.values())
+    idle, some, left = _IDLE * statistics.median(times.values()), list[Sequence[_Message]](), _ENOUGH
     for run in sent:
-        if sum(map(len, some)) < _ENOUGH:
-            some.append(run)
+        if left > 0:
+            some.append(run[:left])  # which those after it do not delay
+            left -= len(run)
     ranks = 1 + max(b for _, b in times)
 
     def unexplained(share: float) -> float:
@@ -193,11 +200,12 @@ def _starts(run: Timeline) -> Iterator[_Start]:
         free, after_action = 0.0, False
         for event in events:
             needs = []
-            for action in (action for action in event.action.actions if action.op != "W"):
-                source = action.stage + (-1 if action.op == "F" else 1)
-                maker, end = ended.get((KIND[action.op], source, action.microbatch), (rank, 0.0))
-                if maker != rank:
-                    needs.append(((maker, rank), end))
+            for action in event.action.actions:
+                if action.op != "W":
+                    source = action.stage + (-1 if action.op == "F" else 1)
+                    made = ended.get((KIND[action.op], source, action.microbatch))
+                    if made is not None and made[0] != rank:
+                        needs.append(((made[0], rank), made[1]))
             if event.action.actions:
                 yield _Start(event.start, free, tuple(needs), after_action)
             free, after_action = event.end, bool(event.action.actions)
