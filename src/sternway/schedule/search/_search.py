@@ -197,7 +197,8 @@ def _plan(
             refusal = error
     if refusal is not None and not problems:
         raise refusal
-    plans = _named_within(costs, placement, microbatches, limit, recompute) if recompute or len(ways) > 1 else []
+    unlike = recompute or len(ways) > 1 or costs.comm_busy  # a problem's clock knows no messages that wait for others
+    plans = _named_within(costs, placement, microbatches, limit, recompute) if unlike else []
     for number, problem in enumerate(problems):
         plans.append(to_schedule(problem, solve(problem, part_of(progress, number, len(problems))), name))
     return _best(plans, costs) if len(plans) > 1 else plans[0]
