@@ -85,8 +85,6 @@ def main() -> None:
         sys.exit(why)
     shape = {arguments.rate: f"tbf rate {arguments.rate} burst 32kbit latency 2s"}
     with tempfile.TemporaryDirectory() as folder, TwoMachines(shape) as machines:
-        if machines.link == "plain":
-            sys.exit("the kernel cannot limit the rate of a link (tc, tbf)")
         out, given = Path(folder) / "found.json", sys.argv[1:]
         logs = [Path(folder) / f"{number}.log" for number in range(2)]
         started = [
@@ -96,11 +94,11 @@ def main() -> None:
         codes = [process.wait() for process in started]
         if any(codes):
             sys.exit("\n----\n".join(log.read_text() for log in logs))
-        found = json.loads(out.read_text())
+        found, link = json.loads(out.read_text()), machines.link  # "plain" if the kernel cannot limit its rate
     if arguments.json:
-        print(json.dumps({"torch": torch.__version__, "rate": arguments.rate, "bytes": found}))
+        print(json.dumps({"torch": torch.__version__, "link": link, "bytes": found}))
         return
-    print(f"torch {torch.__version__}, 2 ranks, {arguments.rate} between them\n")
+    print(f"torch {torch.__version__}, 2 ranks, {link} between them\n")
     print("| message | schedule | step, ms | planned / measured | without comm_busy | comm_busy |")
     print("| --- | --- | --- | --- | --- | --- |")
     for nbytes, rows in found.items():
