@@ -219,10 +219,15 @@ def test_costs_on_the_command_line():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("G=1", "costs must be some of F, I, W, B, comm, comm_busy, overhead, overlap, spread, each once; got 'G=1'"),
+        (
+            "G=1",
+            "costs must be some of F, I, W, B, comm, comm_busy, overhead, receive, overlap, spread, each once; "
+            "got 'G=1'",
+        ),
         (
             "F=1,F=2",
-            "costs must be some of F, I, W, B, comm, comm_busy, overhead, overlap, spread, each once; got 'F=2'",
+            "costs must be some of F, I, W, B, comm, comm_busy, overhead, receive, overlap, spread, each once; "
+            "got 'F=2'",
         ),
         ("F", "a cost must be a number, or one for each stage with colons between; got 'F'"),
         ("F=1:x", "a cost must be a number, or one for each stage with colons between; got 'F=1:x'"),

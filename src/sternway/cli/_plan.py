@@ -28,7 +28,7 @@ from sternway.errors import ScheduleError, SternwayError, ViewerError
 from sternway.schedule import Comparison, Costs, Schedule, Timeline
 from sternway.schedule.formats import write_timeline
 
-_FIELDS = ("F", "I", "W", "B", "comm", "comm_busy", "overhead", "overlap", "spread")
+_FIELDS = ("F", "I", "W", "B", "comm", "comm_busy", "overhead", "receive", "overlap", "spread")
 
 
 def plan(

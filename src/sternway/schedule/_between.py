@@ -1,8 +1,8 @@
 """What passes between the actions of measured steps: the time of messages, and what each action takes a rank besides.
 
 rank 0   |── F ──|
-rank 1   |─ W ─|       |── F ──|       [1] it waited: from the end on rank 0, a message and the overhead of F
-rank 1   |───── W ─────|·|── F ──|     [2] the message was there before W ended: the overhead of F alone
+rank 1   |─ W ─|       |── F ──|       [1] it waited: from the end on rank 0, a message, and to take it
+rank 1   |───── W ─────|·|── F ──|     [2] the message was there before W ended: to take it, alone
 
 A message that is sent soon after another one on the same way may have waited for that (``Costs.comm_busy``). So several
 shares are tried: with the right one, what messages take besides these waits is most alike.
@@ -62,11 +62,12 @@ class _Start(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """What passes between actions: ``Costs.comm``, one number if all are alike, ``comm_busy`` and ``overhead``."""
+    """What passes between actions, as ``Costs`` has it; ``comm`` is one number if all are alike."""
 
     comm: float | list[list[float]]
     comm_busy: float
     overhead: float
+    receive: float
 
 
 def between_actions(runs: Sequence[Timeline], planned: Sequence[Sequence[float]], busy: float) -> Between:
@@ -88,24 +89,26 @@ def between_actions(runs: Sequence[Timeline], planned: Sequence[Sequence[float]]
         for _ in range(2):  # the first time, what messages wait for each other is in what they take
             busy = _share(sent, found, busy, most)
             found = _times(chain(*(_departures(run, found, busy) for run in sent)), len(planned), most)
-    gaps = []
+    gaps: tuple[list[float], list[float]] = [], []  # before actions without messages, and with some that had come
     for actions, run in zip(starts, sent, strict=True):
         there: dict[int, float] = defaultdict(float)
         for message, begin in _departures(run, found, busy):
             # A message that waits for others comes when they have come: nobody knows that as surely.
             arrival = begin + _SURELY * found[message.edge] if begin == message.sent else math.inf
             there[message.action] = max(there[message.action], arrival)
-        gaps += [
-            each.start - each.free
-            for number, each in enumerate(actions)
-            if each.after_action and there[number] <= each.free
-        ]
-    overhead = max(0.0, capped_mean(gaps)) if gaps else 0.0
-    ranks = range(len(planned))
-    rows = [[max(0.0, found[a, b] - overhead) if a != b else 0.0 for b in ranks] for a in ranks]
-    times = [rows[a][b] for a in ranks for b in ranks if a != b] or [max(0.0, found[0, 0] - overhead)]
+        for number, each in enumerate(actions):
+            if each.after_action and there[number] <= each.free:
+                gaps[bool(each.needs)].append(each.start - each.free)
+    begins, takes = gaps
+    # The lower quartile, since behind a full way some of the others have waited without a trace of it.
+    took = sorted(takes)[len(takes) // 4] if takes else 0.0
+    overhead = max(0.0, capped_mean(begins)) if begins else took
+    receive = max(0.0, took - overhead)
+    ranks, besides = range(len(planned)), overhead + receive
+    rows = [[max(0.0, found[a, b] - besides) if a != b else 0.0 for b in ranks] for a in ranks]
+    times = [rows[a][b] for a in ranks for b in ranks if a != b] or [max(0.0, found[0, 0] - besides)]
     alike = max(times) - min(times) <= EPSILON * max(times)
-    return Between(times[0] if alike else rows, busy, overhead)
+    return Between(times[0] if alike else rows, busy, overhead, receive)
 
 
 def _messages(starts: Sequence[_Start]) -> list[_Message]:

@@ -78,6 +78,7 @@ class Costs:
             ``Timeline.period``.
         overhead: time of a rank for each action beyond what it computes, such as Python's. Two stages of a rank have
             twice as many actions as one.
+        receive: time of a rank to take a message from another one, before the action that needs it; none within a rank.
         spread: how much the times of equal actions differ: their standard deviation, as a share of the mean. Counts in
             ``Timeline.period``, which is longer where some rank is always late.
         memory_after_I: what is still kept between I and W, of what F kept; one number, or one for each stage.
@@ -132,6 +133,7 @@ class Costs:
     selective: float | Sequence[float] | None = None
     memory_selective: float | Sequence[float] | None = None
     comm_busy: float = 0.0
+    receive: float = 0.0
 
     def __post_init__(self) -> None:
         lengths: dict[str, int] = {}
@@ -148,7 +150,7 @@ class Costs:
                 got=", ".join(f"{n} for {name}" for name, n in lengths.items()),
                 fix="pass sequences as long as there are stages",
             )
-        for name in ("turn", "overhead", "spread", "activation_bytes", "static_bytes"):
+        for name in ("turn", "overhead", "receive", "spread", "activation_bytes", "static_bytes"):
             object.__setattr__(self, name, _amount(name, getattr(self, name)))
         object.__setattr__(self, "comm", _between(self.comm))
         object.__setattr__(self, "comm_busy", _amount("comm_busy", self.comm_busy))
@@ -227,6 +229,18 @@ class Costs:
             )
         return tuple(tuple(0.0 if a == b else time for b, time in enumerate(row)) for a, row in enumerate(self.comm))
 
+    def _received(self, placement: Placement, copies: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return what each stage's rank takes to receive what comes from the stage before, and from the one after."""
+        rank_of = {stage: rank for rank, stages in enumerate(placement) for stage in stages}
+        count = len(rank_of) // copies
+
+        def taken(stage: int, other: int) -> float:
+            inside = 0 <= other < len(rank_of) and other // count == stage // count
+            return self.receive if inside and rank_of[other] != rank_of[stage] else 0.0
+
+        stages = range(len(rank_of))
+        return tuple(taken(stage, stage - 1) for stage in stages), tuple(taken(stage, stage + 1) for stage in stages)
+
     def levels(self, num_stages: int) -> tuple[tuple[Share, ...], ...]:
         """Return for each of so many stages the shares that a search may recompute, at most six: some of its blocks.
 
@@ -285,7 +299,12 @@ class Costs:
 
         f, i, w = resolve("F"), resolve("I"), resolve("W")
         b = tuple(map(sum, zip(i, w, strict=True))) if self.B is None else resolve("B")
-        whole = [tuple(time + self.overhead for time in times) for times in (f, i, w, b)]
+        there, back = self._received(placement, copies)
+        received = there, back, (0.0,) * len(shares), back
+        whole = [
+            tuple(time + self.overhead + more for time, more in zip(times, taken, strict=True))
+            for times, taken in zip((f, i, w, b), received, strict=True)
+        ]
         plain = StageCosts(
             F=whole[0],
             I=whole[1],

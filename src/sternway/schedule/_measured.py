@@ -30,8 +30,8 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
     own; where none waits, ``comm`` is at most the shortest time between an end and the start that needed it.
     ``comm_busy`` is seen where messages follow each other closely. Gathering and reducing are seen where they have a
     length; for stages where they have none, the planned times change as much as those of the others. ``overhead`` is
-    the time between two actions of a rank that had no message to wait for, and ``spread`` how much equal actions
-    differ.
+    the time between two actions of a rank, ``receive`` how much longer it is where a message had come, and ``spread``
+    how much equal actions differ.
 
     Example:
         >>> from sternway import schedule
@@ -93,6 +93,7 @@ def measured_costs(timelines: Timeline | Sequence[Timeline], planned: Costs) -> 
         comm=between.comm,
         comm_busy=between.comm_busy,
         overhead=between.overhead,
+        receive=between.receive,
         spread=_spread(times, means),
         turn=statistics.median(turns)
         if (turns := [run.turn for run in runs if run.turn is not None])

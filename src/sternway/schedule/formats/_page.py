@@ -94,7 +94,7 @@ def _terms(timeline: Timeline, limit: float | None) -> "Terms":
     s, costs = timeline.schedule, timeline.costs
     comm = [max(row) for row in costs.comm] if isinstance(costs.comm, Sequence) else costs.comm  # the slowest of a rank
     times = {"F": costs.F, "I": costs.I, "W": costs.W, "B": costs.B, "comm": comm}
-    times |= {"overhead": costs.overhead} if costs.overhead else {}
+    times |= {name: each for name in ("comm_busy", "overhead", "receive") if (each := getattr(costs, name))}
     times |= {"overlap": costs.overlap} if costs.overlap != 1 else {}
     times |= {"spread": costs.spread} if costs.spread else {}
     given = ", ".join(
